@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Union
+from typing import Any, TypeVar, Union
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from gradckpt import codecs
+from gradckpt._apart import apart
 from gradckpt._config import CompressionConfig
-from gradckpt._exact_gradients import ExactGradients
+from gradckpt._exact_gradients import Comparison, ExactGradients
 from gradckpt._gradient_report import BF16, FLOORS, SAMPLES, Floor, GradientError, GradientErrors
 from gradckpt._models import activity
 from gradckpt._models.switch import Modules, is_enabled
@@ -21,9 +23,18 @@ from gradckpt._patching import patched
 from gradckpt._settings import EXACT, Candidate, Setting, setting_of
 from gradckpt._stats import Stats, stats, uncounted
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import alone, halves_of, step_of_batch, step_of_function, tensors_of_batch
+from gradckpt._training_step import (
+    alone,
+    halves_of,
+    refuse_writes,
+    step_of_batch,
+    step_of_function,
+    tensors_of_batch,
+)
 
 __all__ = ["StepErrors", "gradient_error"]
+
+T = TypeVar("T")
 
 #: One candidate, a list of them, or a mapping of names to them.
 Candidates = Union[None, Candidate, Iterable[Candidate], Mapping[str, Candidate]]
@@ -76,12 +87,7 @@ def gradient_error(
     chosen = _settings_of(candidates)
     _check(model, chosen)
     with alone(model):
-        trial = Trial(model, batch_or_step, modules)
-        try:
-            with uncounted():
-                return _measure(trial, chosen)
-        finally:
-            trial.state.restore()
+        return _measure(Trial(model, batch_or_step, modules), chosen)
 
 
 def _settings_of(candidates: Any) -> dict[str, Setting]:
@@ -128,8 +134,17 @@ class Trial:
         self.by_patch = False  # the forward calls torch's checkpoint itself
         self.exact = EXACT  # how the step runs without an error
         inputs = tensors_of_batch(batch_or_step) if self.has_batch else ()
-        self.state = TrainingState(model, inputs)
         self._inputs = [(x, x._version) for x in inputs if not x.is_inference()]
+        self._leaves = [x for x in (*model.parameters(), *inputs) if x.is_leaf]
+
+    def apart(self, function: Callable[[], T]) -> T:
+        """Return what a function does with runs of which no trace remains."""
+        with uncounted():
+            return apart(function, lambda: self._before)
+
+    @functools.cached_property
+    def _before(self) -> TrainingState:
+        return TrainingState(self.model, self.batch)
 
     def run(
         self, setting: Setting, step: Callable[[], torch.Tensor | None] | None = None
@@ -138,22 +153,21 @@ class Trial:
 
         Return the loss, the counters and the patch of torch's checkpoint.
         """
-        self.state.rewind()
+        for leaf in self._leaves:
+            leaf.grad = None
         codec, policy = None, None
         if self.by_patch and setting.way == "enable":
             codec, policy = self._for_patch(setting)
-            setting = _AS_IT_IS
+            setting = AS_IT_IS
         patch = patched(codec, policy=policy)
         before = stats()
-        active = contextlib.nullcontext() if setting is _AS_IT_IS else setting.active(self.model, self.modules)
-        with activity.unobserved(), patch, active:
+        active = contextlib.nullcontext() if setting == AS_IT_IS else setting.active(self.model, self.modules)
+        with refuse_writes(self.model.parameters()), activity.unobserved(), patch, active:
             loss = (step or self.step)()
         if any(x._version != version for x, version in self._inputs):
             raise ValueError(
                 "gradckpt: the step changed its batch in place, so no run is like another; let forward copy it first"
             )
-        if self.state.leaves_changed():
-            raise ValueError("gradckpt: the step changed parameters; leave optimizer.step() out of it")
         return None if loss is None else float(loss), stats().since(before), patch
 
     def _for_patch(self, setting: Setting) -> tuple[Any, Any]:
@@ -177,7 +191,7 @@ class Trial:
         except ValueError as error:
             if self.modules is not None:
                 raise
-            self.exact, unusable = _AS_IT_IS, error
+            self.exact, unusable = AS_IT_IS, error
         loss, counted, patch = self.run(self.exact)
         if self.modules is None and not is_enabled(self.model):
             self.by_patch = patch.stats()["calls"] > 0
@@ -193,21 +207,24 @@ class Trial:
 
 
 #: The model as it is.
-_AS_IT_IS = Setting("as it is", "", "none")
+AS_IT_IS = Setting("as it is", "", "none")
 
 
 def _measure(trial: Trial, chosen: Mapping[str, Setting]) -> GradientErrors:
     name = type(trial.model).__name__
-    loss = trial.run_exactly(chosen)
-    exact = ExactGradients(trial.model)
+    loss, trial.exact, trial.by_patch, exact = trial.apart(
+        lambda: (trial.run_exactly(chosen), trial.exact, trial.by_patch, ExactGradients(trial.model))
+    )
     if exact.not_finite:
         problem = (
             f"The exact gradient of {exact.not_finite} is infinite or NaN, so nothing was compared; use another batch "
             "or a lower loss scale."
         )
         return GradientErrors(name, loss, (), (), problem)
-    floors = (_bf16_floor(trial, exact), _halves_floor(trial, exact, loss))
-    errors = tuple(_error(trial, exact, loss, name, setting) for name, setting in chosen.items())
+    floors = (trial.apart(lambda: _bf16_floor(trial, exact)), _halves_floor(trial, exact, loss))
+    errors = tuple(
+        trial.apart(functools.partial(_error, trial, exact, loss, name, setting)) for name, setting in chosen.items()
+    )
     return GradientErrors(name, loss, errors, floors)
 
 
@@ -251,21 +268,25 @@ class StepErrors:
         self._trial = Trial(model, batch_or_step, modules)
         self._exact: ExactGradients | None = None
 
+    def _run_exactly(self) -> ExactGradients:
+        self._trial.run(EXACT)
+        return ExactGradients(self._trial.model)
+
     def of(self, setting: Setting) -> float:
         """Return the relative L2 error over all parameters, to six digits.
 
         It is infinite where a gradient is not finite.
         """
         trial = self._trial
-        try:
-            with uncounted():
-                if self._exact is None:
-                    trial.run(EXACT)
-                    self._exact = ExactGradients(trial.model)
-                trial.run(setting)
-                found = self._exact.compare(trial.model)
-        finally:
-            trial.state.restore()
+        if self._exact is None:
+            self._exact = trial.apart(self._run_exactly)
+        exact = self._exact
+
+        def run() -> Comparison:
+            trial.run(setting)
+            return exact.compare(trial.model)
+
+        found = trial.apart(run)
         return math.inf if found.not_finite else float(f"{found.total:.6g}")  # threads sum in other orders
 
 
@@ -307,17 +328,22 @@ def _halves_floor(trial: Trial, exact: ExactGradients, loss: float | None) -> Fl
     losses, found = [], []
     for part in parts:
         try:
-            value, _, _ = trial.run(trial.exact, step_of_batch(trial.model, part))
+            value, difference = trial.apart(functools.partial(_run_half, trial, exact, part))
         except Exception as error:
             return Floor(name, FLOORS[name], None, f"half of the batch: {_first_line(error)}")
         losses.append(value)
-        found.append(exact.compare(trial.model))
+        found.append(difference)
     if any(each.not_finite for each in found):
         return Floor(name, FLOORS[name], None, "half of the batch makes gradients infinite or NaN")
     total = sum(value or 0.0 for value in losses)
     whole = loss or 0.0
     factor = 2.0 if abs(total - whole) < abs(total / 2 - whole) else 1.0  # the loss is a sum, or a mean
     return Floor(name, FLOORS[name], sum(each.scaled(factor) for each in found) / len(found))
+
+
+def _run_half(trial: Trial, exact: ExactGradients, part: Any) -> tuple[float | None, Comparison]:
+    loss, _, _ = trial.run(trial.exact, step_of_batch(trial.model, part))
+    return loss, exact.compare(trial.model)
 
 
 def _first_line(error: Exception) -> str:

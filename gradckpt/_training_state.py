@@ -1,42 +1,35 @@
-"""What a training step changes besides its result, so that it can be taken back:
+"""What a trial step changes besides its result, so that it can be taken back:
 :class:`TrainingState`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from gradckpt._config import get_rounding_state, set_rounding_state
+from gradckpt._holders import holder_of
 from gradckpt._host_random import host_random
-from gradckpt._models.switch import snapshot
+from gradckpt._reachable import Reachable
 
 __all__ = ["TrainingState"]
 
 
 class TrainingState:
-    """The state of a model and of generators, except the values of parameters.
+    """What a model and others (a batch, a step's function) lead to, generators, and gradients.
 
-    ``inputs``: other tensors, of which those that require grad may get gradients. Buffers are
-    copied to host memory. Gradients are kept as they are; only those that lie in others' memory, as
-    in buckets of DistributedDataParallel, are copied.
+    ``values``: also what buffers and other tensors hold, except parameters. Gradients are kept as
+    they are; only those that a step adds to in place, or that lie in others' memory, as in buckets
+    of DistributedDataParallel, are copied.
     """
 
-    def __init__(self, model: Module, inputs: Iterable[Tensor] = ()) -> None:
-        self._put_back = snapshot(model)
-        trained = [x for x in inputs if x.requires_grad]
-        self._leaves = [(x, x.grad, x.requires_grad, x._version) for x in (*model.parameters(), *trained) if x.is_leaf]
+    def __init__(self, model: Module, *others: Any, values: bool = True) -> None:
+        self._reachable = Reachable(model, *others, values=values)
+        leaves = {id(x): x for x in (*model.parameters(), *self._reachable.leaves) if x.is_leaf}
+        self._leaves = [(x, x.grad, x.requires_grad) for x in leaves.values()]
         self._shared = [(x.grad, x.grad.clone()) for x, *_ in self._leaves if x.grad is not None and x.grad._is_view()]
-        self._places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-        self._buffers = [
-            (buffer, buffer._version, buffer.detach().to("cpu", copy=True))
-            for buffer in model.buffers()
-            if buffer.device.type != "meta"
-        ]
         self._rounding = get_rounding_state()
         self._rewind_host = host_random()
         used = {x.device for x in (*model.parameters(), *model.buffers()) if x.device.type not in ("cpu", "meta")}
@@ -45,32 +38,36 @@ class TrainingState:
     def rewind(self) -> None:
         """Restore all but the gradients, which become None."""
         self._put_back()
-        for leaf, _, requires_grad, _ in self._leaves:
+        for leaf, _, _ in self._leaves:
             leaf.grad = None
-            leaf.requires_grad_(requires_grad)
-        for place, content in self._places:
-            place.clear()
-            place.update(content)
-        with torch.no_grad():
-            for buffer, version, value in self._buffers:
-                if buffer._version != version or not torch.equal(buffer.cpu(), value):
-                    buffer.copy_(value)
+
+    def _put_back(self) -> None:
+        self._reachable.put_back()
+        for leaf, _, requires_grad in self._leaves:
+            if leaf.requires_grad != requires_grad:
+                leaf.requires_grad_(requires_grad)
         set_rounding_state(self._rounding)
         self._rewind_host()
         for device, state in self._devices:
             _generators(device).set_rng_state(state, device)
 
-    def restore(self) -> None:
-        """Restore all, the gradients too."""
-        self.rewind()
-        for leaf, gradient, _, _ in self._leaves:
-            leaf.grad = gradient
+    def restore(self, *, failed: bool = False) -> None:
+        """Restore all, the gradients too; ``failed``: an error of the step is about to be raised.
+
+        Raises:
+            RuntimeError: Something has changed that cannot be put back.
+        """
+        self._put_back()
+        for leaf, gradient, _ in self._leaves:
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
         for gradient, value in self._shared:
             gradient.copy_(value)
-
-    def leaves_changed(self) -> bool:
-        """Return whether something has written to a parameter or an input."""
-        return any(leaf._version != version for leaf, _, _, version in self._leaves)
+        if (changed := self._reachable.changed()) is not None:
+            raise RuntimeError(
+                f"gradckpt: a trial step has changed {holder_of(changed) or 'a global'}, which cannot be put back; "
+                "make the model anew after this"
+            )
 
 
 def _generators(device: torch.device) -> Any:

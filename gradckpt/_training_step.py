@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_report import SAMPLES, TOKENS
 
-__all__ = ["alone", "halves_of", "loss_of", "step_of_batch", "step_of_function", "tensors_of_batch"]
+__all__ = [
+    "StepWrites",
+    "alone",
+    "halves_of",
+    "loss_of",
+    "refuse_writes",
+    "step_of_batch",
+    "step_of_function",
+    "tensors_of_batch",
+]
 
 
 @contextlib.contextmanager
@@ -43,6 +52,18 @@ class StepWrites(ValueError):
 
     def __init__(self) -> None:
         super().__init__("gradckpt: the step changes parameters; leave optimizer.step() out of it")
+
+    def __reduce__(self) -> tuple[type[StepWrites], tuple[()]]:
+        return StepWrites, ()
+
+
+@contextlib.contextmanager
+def refuse_writes(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Refuse steps in the block that have written to parameters or inputs."""
+    before = [(x, x._version) for x in leaves if not x.is_inference()]
+    yield
+    if any(x._version != version for x, version in before):
+        raise StepWrites
 
 
 @contextlib.contextmanager

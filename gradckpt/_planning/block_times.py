@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from gradckpt._apart import apart
 from gradckpt._engine import parameter_hooks
 from gradckpt._engine import torch_private as private
 from gradckpt._host_random import host_random
@@ -29,6 +31,7 @@ from gradckpt._planning.blocks import likeness
 from gradckpt._planning.options import KEEP, Option
 from gradckpt._planning.sharded import weights_in
 from gradckpt._stats import uncounted
+from gradckpt._training_state import TrainingState
 
 __all__ = ["Cost", "RegionCosts", "measure_regions", "wait"]
 
@@ -54,6 +57,9 @@ class RegionCosts:
     def __init__(self) -> None:
         self._kinds: list[tuple[Any, dict[Option, Cost]]] = []
         self._of: dict[int, dict[Option, Cost]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_kinds": [], "_of": self._of}  # for the process that has the blocks
 
     def known(self, block: Module, call: Any) -> bool:
         """Return whether a call like this one was measured; note that this block has its costs."""
@@ -89,7 +95,8 @@ def measure_regions(blocks: Sequence[Module], options: Sequence[Option]) -> Iter
         busy = True
         try:
             with uncounted():
-                costs.add(block, call, _measure(block, options, args, kwargs))
+                trial = functools.partial(_measure, block, options, args, kwargs)
+                costs.add(block, call, apart(trial, lambda: TrainingState(block, args, kwargs)))
             logger.info("gradckpt: measured %s in %d options", type(block).__name__, len(options))
         finally:
             busy = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.nn import Module
 
 from gradckpt import _C
+from gradckpt._apart import apart
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
 from gradckpt._planning.blocks import find_blocks, shortened
@@ -20,11 +22,18 @@ from gradckpt._planning.estimates import rates_of
 from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
 from gradckpt._planning.sharded import gradient_bytes, parameter_bytes, real_steps
 from gradckpt._planning.sizes import parse_bytes
-from gradckpt._planning.step_trace import Peak, StepTrace, trace_step
+from gradckpt._planning.step_trace import Peak, StateBeforePaper, StepTrace, apart_on_paper, trace_step
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import StepWrites, alone, step_of_batch, step_of_function, tensors_of_batch
+from gradckpt._training_step import (
+    StepWrites,
+    alone,
+    refuse_writes,
+    step_of_batch,
+    step_of_function,
+    tensors_of_batch,
+)
 
 __all__ = [
     "Comparison",
@@ -117,15 +126,19 @@ def compare(model: Module, batch: Any, modules: Modules, memory: int | str | Non
         about.append("The lines take the same modules= as this plan.")
     fixed = fixed_bytes(model)
     rows: list[Row] = []
+    keep = functools.cache(lambda: StateBeforePaper(model, batch))
     with alone(model):
         if not measure:
             try:
                 with quiet():
-                    rows = [_on_paper(model, setting, run, batch, blocks, modules, fixed, limit) for setting in READY]
+                    for setting in READY:
+                        trial = functools.partial(_on_paper, model, setting, run, batch, blocks, modules, fixed, limit)
+                        rows.append(apart_on_paper(trial, keep))
             except StepWrites:
                 raise
             except Exception as error:
                 reason = str(error).partition("\n")[0] or type(error).__name__
+                rows = []
                 about.append(f"The step cannot be run on paper ({reason}); real steps were measured.")
                 logger.info("gradckpt: %s", about[-1])
         if not rows:
@@ -219,20 +232,21 @@ def peak_of_run(
         StepWrites: The step changes parameters.
         torch.OutOfMemoryError: It needs more than there is.
     """
-    inputs = [x for x in tensors_of_batch(batch) if x.requires_grad]
-    state = TrainingState(model, inputs)
-    try:
-        for x in (*model.parameters(), *inputs):
-            if x.is_leaf and x.grad is not None:
-                x.grad = x.grad.clone()  # the step adds to it in place
-        torch.clear_autocast_cache()  # as before the first setting
-        _C.forget_random_state()  # a later step may have to keep one of its own, too
-        with uncounted(), setting.active(model, modules), track_memory(model) as memory:
-            run(batch)
-        if state.leaves_changed():
-            raise StepWrites
-    finally:
-        state.restore()
+    trial = functools.partial(_peak_of_run, model, setting, run, batch, modules)
+    return apart(trial, lambda: TrainingState(model, batch, run))
+
+
+def _peak_of_run(
+    model: Module, setting: Setting, run: Callable[[Any], object], batch: Any, modules: Modules = None
+) -> Peak:
+    leaves = [x for x in (*model.parameters(), *tensors_of_batch(batch)) if x.requires_grad and x.is_leaf]
+    for x in leaves:
+        if x.grad is not None:
+            x.grad = x.grad.clone()  # the step adds to it in place
+    torch.clear_autocast_cache()  # as before the first setting
+    _C.forget_random_state()  # a later step may have to keep one of its own, too
+    with uncounted(), refuse_writes(leaves), setting.active(model, modules), track_memory(model) as memory:
+        run(batch)
     at_start = next((point.total for point in memory.timeline[:1]), 0) if memory.device != "cpu" else 0
     region = max(memory.by_region.items(), key=lambda pair: pair[1], default=("step", 0))[0]
     return Peak(memory.peak - at_start, region, dict(memory.by_kind))

@@ -296,8 +296,8 @@ class LiveBudget:
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; leave budget= out and "
                 "compare settings with gradckpt.plan(model, batch)"
             ) from reason
-        if step.loss_outside:
-            profile.notes.append("A loss outside of the model counts as cross entropy of the model's outputs.")
+        if profile.remark:
+            profile.notes.append(profile.remark)
         self._profile, self._shapes = profile, shapes
         return profile
 
@@ -351,27 +351,28 @@ def _covers(large: Shapes, small: Shapes) -> bool:
 class _Step:
     """Forward and backward of a model's arguments. ``holds_outputs``: these live until the end, as
     in a loop that has a name for them. If the result has no loss, they do, too: cross entropy of
-    each output stands for what is computed outside of the model, and ``loss_outside`` is True.
+    each output stands for what is computed outside of the model, as the call then returns.
     """
 
     def __init__(self, model: Module, holds_outputs: bool) -> None:
         self._model = unwrapped(model)  # DistributedDataParallel's forward would communicate
         self._holds_outputs = holds_outputs
-        self.loss_outside = False
 
-    def __call__(self, batch: Any) -> None:
+    def __call__(self, batch: Any) -> str:
         args, kwargs = batch
         call = self._model if is_sharded(self._model) else self._model.forward  # FSDP's hooks gather weights
         result = call(*args, **kwargs)
         loss: Any = loss_of(result)
+        remark = ""
         if loss is not None and not self._holds_outputs:
             del result
         elif loss is None:
             leaves = [x for x in private.tree_leaves(result) if isinstance(x, Tensor)]
             loss = sum(_cross_entropy(x) for x in leaves if x.requires_grad and x.numel())
-            self.loss_outside = True
+            remark = "A loss outside of the model counts as cross entropy of the model's outputs."
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss.backward()
+        return remark
 
 
 def _cross_entropy(x: Tensor) -> Tensor:

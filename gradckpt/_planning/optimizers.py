@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.paper import PaperMode
 from gradckpt._planning.sharded import local, trained_parts
+from gradckpt._planning.step_trace import StateBeforePaper, apart_on_paper
 
 __all__ = ["OptimizerMemory", "optimizer_memory", "state_bytes", "torch_optimizer"]
 
@@ -61,6 +62,10 @@ def optimizer_memory(model: Module, optimizer: Any) -> OptimizerMemory:
     own = trained_parts(model)
     if not any(id(p) in own for group in inner.param_groups for p in group["params"]):
         raise ValueError("gradckpt: optimizer= has no parameter of this model; pass the one that trains it")
+    return apart_on_paper(lambda: _on_paper(inner), lambda: StateBeforePaper(model, vars(inner)))
+
+
+def _on_paper(inner: torch.optim.Optimizer) -> OptimizerMemory:
     mode = _OptimizerMode()
     twins: dict[int, Parameter] = {}
     groups = []

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import mmap
 import weakref
 from typing import Any
@@ -28,7 +29,7 @@ from gradckpt._planning.meta_results import map_tensors, meta_results, tensors_i
 from gradckpt._planning.values import RECURRENT, RESIZED, NotOnPaper
 from gradckpt._planning.wrapped_numbers import KEEP_FACTORS, WRAP, in_exact_region, wrapped_numbers
 
-__all__ = ["Event", "PaperMode"]
+__all__ = ["Event", "PaperMode", "tensors_on_paper"]
 
 aten = torch.ops.aten
 _Storage: Any = torch.UntypedStorage
@@ -74,6 +75,22 @@ def _shared_space() -> _Space:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         space = _spaces[""] = _Space(-1, _ADDRESSES, flags)
     return space
+
+
+def tensors_on_paper() -> list[torch.Tensor]:
+    """Return the tensors that Python knows and that have no values."""
+    if (space := _spaces.get("")) is None:
+        return []
+    first = torch.frombuffer(space, dtype=torch.uint8, count=1).data_ptr()
+    found = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+    return [x for x in found if x.device.type == "cpu" and first <= _address(x) < first + _ADDRESSES]
+
+
+def _address(x: torch.Tensor) -> int:
+    try:
+        return int(x.untyped_storage().data_ptr())
+    except (NotImplementedError, RuntimeError):  # a tensor without a storage
+        return 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from gradckpt import _C
+from gradckpt._apart import apart
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_error import StepErrors
 from gradckpt._models.switch import Modules
-from gradckpt._planning.block_times import measure_regions, wait
+from gradckpt._planning.block_times import RegionCosts, measure_regions, wait
 from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import Budget, device_of, free_memory, other_tensors
 from gradckpt._planning.choose import Choice, Chosen
@@ -26,10 +29,10 @@ from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
 from gradckpt._planning.sharded import gathered_bytes, missing_gradient_bytes, real_steps, refuse_shards
 from gradckpt._planning.step_profile import NoPlan, StepProfile
-from gradckpt._planning.step_trace import StepTrace, condensed, trace_step
+from gradckpt._planning.step_trace import StateBeforePaper, StepTrace, apart_on_paper, condensed, trace_step
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import StepWrites, tensors_of_batch
+from gradckpt._training_step import refuse_writes, tensors_of_batch
 
 __all__ = ["Profile"]
 
@@ -96,10 +99,14 @@ class Profile(StepProfile):
         self._may_run = False
         self._real_batch: Any = None
         self._is_weighed = False
+        #: A sentence that the step returns about what it assumes, or "".
+        self.remark = ""
+        self._before: StateBeforePaper | None = None  # of this call
         with quiet():
             blocks = regions_to_plan(model, modules)
         refuse_shards(model, blocks)
         super().__init__(model, blocks, allowed(compress, limits_error))
+        self._before = None
         self._count(optimizer)
 
     def _count(self, optimizer: Any) -> None:
@@ -116,27 +123,42 @@ class Profile(StepProfile):
             known += memory.states
             if memory.working:
                 self._optimizer_adds = missing_gradient_bytes(self.model) + memory.working - memory.new
+        _C.forget_random_state()  # of the last step, which the next one does not keep
         self.fixed["other tensors"] = other_tensors(self.device, known)
 
     def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
         """Return the step on paper with an option for each block."""
         key = tuple(options), concentrated
         if key not in self._traced:
-            self._traced[key] = condensed(self._trace(*key))
+            self._traced[key], inputs, remark = apart_on_paper(functools.partial(self._trace, *key), self._keep)
+            self._inputs = self._inputs or inputs
+            self.remark = self.remark or remark
         return self._traced[key]
 
-    def _trace(self, options: Sequence[Option], concentrated: bool) -> StepTrace:
+    def _trace(self, options: Sequence[Option], concentrated: bool) -> tuple[StepTrace, dict[int, str], str]:
+        """Return the trace, what regions are called with, and the step's remark."""
+        remarks = [""]
+
+        def run(batch: Any) -> None:
+            result = self._step(batch)
+            remarks.extend([result] if isinstance(result, str) else [])
+
         with quiet(), self.setting(options).active(self.model), inputs_noted(self.blocks) as inputs:
             found = trace_step(
                 self.model,
-                self._step,
+                run,
                 self._batch,
                 blocks=self.blocks,
                 concentrated=concentrated,
                 cuda=self.device.type == "cuda",
             )
-        self._inputs = self._inputs or inputs
-        return found
+        return condensed(found), inputs, remarks[-1]
+
+    def _keep(self) -> StateBeforePaper:
+        """Return what traces in this process restore; the step changes nothing between them."""
+        if self._before is None:
+            self._before = StateBeforePaper(self.model, self._batch, self._step)
+        return self._before
 
     # ---- real steps
 
@@ -146,28 +168,26 @@ class Profile(StepProfile):
         Raises:
             StepWrites: The step changes parameters.
         """
-        seconds: list[float] = []
         has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         most = _LEAST if has_ranks else _MOST
         with real_steps(self.model):
-            state = TrainingState(self.model, tensors_of_batch(batch))
-            setting = self.setting([RECOMPUTE] * len(self.blocks))
-            try:
-                state.rewind()  # a step would add to the gradients in place
-                with quiet(), uncounted():
-                    with setting.active(self.model), measure_regions(self.blocks, self.options) as costs:
-                        self._step(batch)
-                    while len(seconds) < _LEAST or (len(seconds) < most and sum(seconds) < _SECONDS):
-                        state.rewind()
-                        with setting.active(self.model):
-                            seconds.append(self._timed(batch))
-                if state.leaves_changed():
-                    raise StepWrites
-            finally:
-                state.restore()
-        self.costs = costs
-        self.step_seconds = min(seconds)
+            state = TrainingState(self.model, batch, self._step)
+            self.costs, self.step_seconds = apart(lambda: self._measure(state, batch, most), lambda: state)
         self._may_run, self._real_batch = not has_ranks, batch  # ranks would run other numbers of steps
+
+    def _measure(self, state: TrainingState, batch: Any, most: int) -> tuple[RegionCosts, float]:
+        seconds: list[float] = []
+        leaves = [x for x in (*self.model.parameters(), *tensors_of_batch(batch)) if x.requires_grad and x.is_leaf]
+        setting = self.setting([RECOMPUTE] * len(self.blocks))
+        state.rewind()  # a step would add to the gradients in place
+        with quiet(), uncounted(), refuse_writes(leaves):
+            with setting.active(self.model), measure_regions(self.blocks, self.options) as costs:
+                self._step(batch)
+            while len(seconds) < _LEAST or (len(seconds) < most and sum(seconds) < _SECONDS):
+                state.rewind()
+                with setting.active(self.model):
+                    seconds.append(self._timed(batch))
+        return costs, min(seconds)
 
     def _timed(self, batch: Any) -> float:
         wait(self.device)
@@ -186,7 +206,9 @@ class Profile(StepProfile):
             ValueError: There is none.
         """
         needed = self.check_optimizer(budget)
+        self._before = None
         chosen, measured = self._choose(error, batch, budget)
+        self._before = None
         about = list(self.notes)
         if self._excess:
             about.append(f"A real step needed {format_bytes(self._excess)} more than on paper, which plans count.")

@@ -9,32 +9,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn import Module, Parameter
 
 from gradckpt import _C
+from gradckpt._apart import apart
 from gradckpt._engine import torch_private as private
+from gradckpt._holders import holder_of
 from gradckpt._host_random import host_random
-from gradckpt._planning.paper import Event, PaperMode, Work
+from gradckpt._planning.paper import Event, PaperMode, Work, tensors_on_paper
 from gradckpt._planning.plan_reader import SIGNED
 from gradckpt._planning.reads import refuse_reads
 from gradckpt._planning.sharded import local, state_of
 from gradckpt._planning.target_kernels import cuda_kernels
 from gradckpt._planning.values import ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
+from gradckpt._training_state import TrainingState
 from gradckpt._training_step import StepWrites
 
-__all__ = ["Peak", "Segment", "StepTrace", "condensed", "on_paper", "scaled", "total", "trace_step"]
+__all__ = [
+    "Peak",
+    "Segment",
+    "StateBeforePaper",
+    "StepTrace",
+    "apart_on_paper",
+    "condensed",
+    "on_paper",
+    "scaled",
+    "total",
+    "trace_step",
+]
+
+T = TypeVar("T")
 
 #: What an allocation is for; the first two by when it was made.
 KEPT, LOSS, GRADIENTS, WORKING = range(4)
 KINDS = ("kept for the backward", "logits and loss", "gradients", "working set")
 
-_seeds = itertools.count()
+_seeds = itertools.count(0x6763_6B70)  # of which no seed of a user begins
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +80,18 @@ class Segment:
     @property
     def name(self) -> str:
         return self.phase if self.block is None else f"{self.phase} of layer {self.block}"
+
+
+def apart_on_paper(trial: Callable[[], T], keep: Callable[[], StateBeforePaper]) -> T:
+    """Return the result of a trial that runs steps on paper, as :func:`apart`."""
+    _load()
+    return apart(trial, keep)
+
+
+@functools.cache
+def _load() -> None:
+    """Import what a step on paper imports, or each child would."""
+    trace_step(torch.nn.Identity(), lambda x: (x @ x).mean().backward(), torch.ones(1, 1, requires_grad=True))
 
 
 def scaled(segments: Sequence[Segment], gradients: float) -> list[Segment]:
@@ -101,6 +131,31 @@ def _condensed(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             sums[kind] += size
         found += sorted((size, kind) for kind, size in sums.items() if size)  # releases first
     return found
+
+
+class StateBeforePaper(TrainingState):
+    """What a step on paper can change in this process, to be restored if it does not run apart."""
+
+    def __init__(self, model: Module, *others: Any) -> None:
+        state_of(model).initialize()  # which FSDP does once
+        super().__init__(model, *others, values=False)
+
+    def restore(self, *, failed: bool = False) -> None:
+        """Restore all; an error that is about to be raised may hold tensors on paper.
+
+        Raises:
+            RuntimeError: Something else keeps a tensor without values.
+        """
+        super().restore(failed=failed)
+        if not tensors_on_paper():
+            return
+        gc.collect()
+        for x in tensors_on_paper():
+            if (holder := holder_of(x)) is not None or not failed:
+                raise RuntimeError(
+                    f"gradckpt: {holder or 'something'} keeps a tensor of a step on paper, which has no values; empty "
+                    "it before the next step"
+                )
 
 
 class _Up:

@@ -15,8 +15,10 @@ pytest.importorskip("transformers")
 
 import model_families
 from model_families import FAMILIES
+from shared_counts import SharedCount
 
 import gradckpt
+from gradckpt import _apart
 from gradckpt._stats import compiled
 
 CODECS = ("int8", "fp8", "int6", "int4")
@@ -197,20 +199,23 @@ def test_nothing_is_left_behind(enabled):
 
 
 @pytest.mark.parametrize("call", range(1, 6))
-def test_nothing_is_left_behind_by_an_error(call):
-    """In the reference, and in a candidate; in between, an error of a floor is only noted."""
-    model, calls = prepared(True), []
+@pytest.mark.parametrize("forks", [True, False])
+def test_nothing_is_left_behind_by_an_error(call, forks, monkeypatch):
+    """In the reference, and in a candidate; in between, an error of a floor is only noted. A step
+    that fails in a child runs here, too."""
+    monkeypatch.setattr(_apart, "can_fork", lambda: forks)
+    model, calls = prepared(True), SharedCount()
 
     def step():
-        calls.append(None)
+        calls.add()
         model(*batch()).backward()
-        if len(calls) >= call:
+        if calls.value >= call:
             model.blocks[0].norm.running_mean = torch.zeros(128)
             raise ZeroDivisionError("on purpose")
 
     with Untouched(model), pytest.raises(ZeroDivisionError) if call != 5 else contextlib.nullcontext():
         gradckpt.gradient_error(model, step, ["int8", "int4"])
-    assert len(calls) == (3 if call == 2 else min(call, 4))
+    assert calls.value == (3 if call == 2 else min(call, 4)) + (forks and call != 5)
 
 
 def test_training_goes_on_as_if_nothing_had_happened():
@@ -269,13 +274,13 @@ def test_a_warning_about_the_training_itself_comes_once(monkeypatch):
 
 def test_number_of_samples_computed():
     """Three steps (exact, bf16, two halves) and one for each candidate."""
-    model, seen = Net(), []
-    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    model, seen = Net(), SharedCount()
+    model.register_forward_pre_hook(lambda _, args: seen.add(len(args[0])))
     gradckpt.gradient_error(model, batch(), CODECS)
-    assert sum(seen) == (3 + len(CODECS)) * 64
+    assert seen.value == (3 + len(CODECS)) * 64
     seen.clear()
     gradckpt.gradient_error(model, lambda: model(*batch()), "int8")
-    assert sum(seen) == 3 * 64
+    assert seen.value == 3 * 64
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])

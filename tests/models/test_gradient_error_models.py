@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 import model_families
 from model_families import FAMILIES
+from shared_counts import SharedCount
 from test_gradient_error import Block, Net, Untouched, batch, prepared
 
 import gradckpt
@@ -134,10 +135,10 @@ def test_data_parallel(tmp_path):
         model = prepared(False)
         model.zero_grad()
         inner = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        reduced = []
+        reduced = SharedCount()
 
         def hook(_, bucket):
-            reduced.append(bucket)
+            reduced.add()
             future = torch.futures.Future()
             future.set_result(bucket.buffer())
             return future
@@ -151,7 +152,7 @@ def test_data_parallel(tmp_path):
             with Untouched(inner):
                 results = gradckpt.gradient_error(measured, lambda: inner(*batch()), "int4", modules=Block)
             assert results[0].total > 0.01
-            assert bool(reduced) == (measured is model)
+            assert bool(reduced.value) == (measured is model)
     finally:
         distributed.destroy_process_group()
 

@@ -1,0 +1,211 @@
+"""Run a trial step so that nothing of it remains: :func:`apart`.
+
+Where this process can be forked, a child runs the trial and only its result comes back. Elsewhere
+the trial runs here, and afterwards gets back what can be: :mod:`gradckpt._training_state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import functools
+import gc
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+
+import torch
+
+from gradckpt._host_random import host_random
+
+__all__ = ["Restorable", "apart", "can_fork"]
+
+T = TypeVar("T")
+
+#: A child that has done nothing for so many seconds waits for a thread that it has not.
+_IDLE = 60.0
+
+#: What children have logged and warned of, which is shown once.
+_shown: set[Any] = set()
+_registry: dict[Any, Any] = {}
+
+
+class Restorable(Protocol):
+    def restore(self, *, failed: bool = False) -> None:
+        """Put back what a trial has changed in this process; ``failed``: it has raised."""
+
+
+def apart(trial: Callable[[], T], keep: Callable[[], Restorable]) -> T:
+    """Return the result of a trial, which leaves no trace in this process.
+
+    Args:
+        trial: Its result can be pickled. It runs in a child, or here; where it raises in a child it
+            runs here again, so that exceptions are the user's own objects.
+        keep: Is called before a trial runs here; returns what restores this process.
+
+    Raises:
+        RuntimeError: A signal has killed the child, as when memory ran out.
+    """
+    if can_fork():
+        answer = _run_in_child(trial)
+        if answer is not None:
+            return answer.result()  # type: ignore[no-any-return]
+    state = keep()
+    try:
+        result = contextvars.copy_context().run(trial)
+    except BaseException:
+        state.restore(failed=True)
+        raise
+    state.restore()
+    return result
+
+
+def can_fork() -> bool:
+    """Return whether a child of this process could run a training step.
+
+    It has no other thread, so none may be needed; it cannot use an accelerator, whose mere presence
+    gives autograd threads; and it must not speak in this rank's place.
+    """
+    return (
+        sys.platform == "linux"
+        and threading.active_count() == 1
+        and not torch.accelerator.is_available()
+        and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        and _pause_openmp() is not None
+    )
+
+
+@functools.cache
+def _pause_openmp() -> Any:
+    """Return OpenMP's function that ends its idle threads, which a child would wait for."""
+    return getattr(ctypes.CDLL(torch._C.__file__), "omp_pause_resource_all", None)
+
+
+class _Answer(NamedTuple):
+    """What a child sends: a result or one of our errors, and what it has logged and warned of."""
+
+    value: Any
+    error: Exception | None
+    records: list[logging.LogRecord]
+    warned: list[tuple[str, type[Warning], str, int]]
+
+    def result(self) -> Any:
+        for record in self.records:
+            key = record.name, record.levelno, record.msg
+            if key not in _shown or record.name.startswith("gradckpt"):
+                _shown.add(key)
+                logging.getLogger(record.name).handle(record)
+        for text, kind, file, line in self.warned:
+            warnings.warn_explicit(text, kind, file, line, registry=_registry)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def _run_in_child(trial: Callable[[], Any]) -> _Answer | None:
+    """Return what a child answers, None if the trial has to run here."""
+    rewind = host_random()  # Python seeds its generator anew in each child
+    with open(os.memfd_create("gradckpt"), "r+b") as file:  # closed, its pages are free
+        alive, held = os.pipe()
+        try:
+            pid = _fork()
+            if not pid:
+                _be_child(trial, rewind, file)
+            os.close(held)
+            held = -1
+            status = _wait(pid, alive)
+        finally:
+            os.close(alive)
+            if held >= 0:
+                os.close(held)
+        if status is None:
+            return None
+        if os.WIFSIGNALED(status):
+            name = signal.Signals(os.WTERMSIG(status)).name
+            raise RuntimeError(
+                f"gradckpt: {name} has killed a trial step, as happens when memory runs out; pass a smaller batch"
+            )
+        if os.WEXITSTATUS(status):
+            return None
+        answer: _Answer = torch.load(f"/proc/self/fd/{file.fileno()}", "cpu", weights_only=False, mmap=True)
+        return answer
+
+
+def _fork() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a closed one, or None
+            stream.flush()  # or the child would write it, too
+    _pause_openmp()(2)  # omp_pause_hard
+    with contextlib.ExitStack() as stack:
+        if sys.version_info >= (3, 12):  # it warns of threads, also of those that are not Python's
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _wait(pid: int, alive: int) -> int | None:
+    """Return the status of a child, None if it was ended since it waited for nothing."""
+    ended = False
+    try:
+        seconds = -1
+        while not select.select([alive], [], [], _IDLE)[0]:
+            before, seconds = seconds, _processor_seconds(pid)
+            if seconds == before:
+                return None
+        ended = True
+    finally:
+        if not ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            _, status = os.waitpid(pid, 0)
+        except ChildProcessError:  # SIGCHLD is ignored
+            status = 0
+    return status
+
+
+def _processor_seconds(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def _be_child(trial: Callable[[], Any], rewind: Callable[[], None], file: Any) -> NoReturn:
+    status = 1
+    try:
+        gc.freeze()  # a collection would write to all pages of the parent
+        rewind()
+        records: list[logging.LogRecord] = []
+        warned: list[tuple[str, type[Warning], str, int]] = []
+        logging.Logger.callHandlers = lambda self, record: records.append(record)  # type: ignore[method-assign]
+        warnings.showwarning = lambda text, kind, file, line, *_: warned.append((str(text), kind, file, line))
+        value, error = None, None
+        try:
+            value = trial()
+        except Exception as raised:
+            if not _is_ours(raised):
+                raise
+            error = raised.with_traceback(None)
+        for record in records:
+            record.msg, record.args, record.exc_info = record.getMessage(), None, None
+        torch.save(_Answer(value, error, records, warned), file)
+        file.flush()
+        status = 0
+    except BaseException:
+        pass
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(status)
+
+
+def _is_ours(error: Exception) -> bool:
+    """Return whether an error is as good in another process: its message says all."""
+    return type(error).__module__.startswith("gradckpt.") or str(error).startswith("gradckpt: ")
