@@ -78,7 +78,7 @@ AMPLIFY = {
     "corrcoef": {"uneven rows"},
     "nn_functional_multi_head_attention_forward": {"uneven rows"},
     "pca_lowrank": {"saturated", "half zero"},
-    "svd_lowrank": {"half zero"},
+    "svd_lowrank": {"half zero", "saturated", "uneven rows"},
 }
 
 

@@ -39,6 +39,22 @@ DIFFERENCES = (
         values=True,
     ),
     Difference(
+        "what a payload restores is as in the forward: a change of the argument since is none",
+        {
+            "test_what_torch_does_not_notice_raises": "requires_grad_-no grad",
+            "test_versions_of_tensors": "by reference",
+            "test_attributes_of_tensors": "by reference",
+            "test_what_a_region_has_copies_of_does_not_count": ALL,
+            "test_without_debug_and_in_compat_changes_are_silent_as_in_torch": ALL,
+        },
+        values=True,
+    ),
+    Difference(
+        "compat has no compress=, which is what the default turns on",
+        {"test_only_gradckpts_own_checkpoint_knows_warn": ALL},
+        values=True,
+    ),
+    Difference(
         "an input that is a payload is no saved tensor: autograd does not refuse inference tensors",
         {"test_inference_tensor_as_an_argument": ALL},
         values=True,
