@@ -49,6 +49,15 @@ CONFIGS = {
         "num_attention_heads": 32,
         "num_hidden_layers": 32,
     },
+    "meta-llama/Llama-3.2-1B": {
+        **_LLAMA_3,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "tie_word_embeddings": True,
+    },
     "meta-llama/Meta-Llama-3-70B": {
         **_LLAMA_3,
         "hidden_size": 8192,
