@@ -41,10 +41,63 @@ TINY = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 
-CAUSAL = """arcee bloom codegen cohere cohere2 ctrl deepseek_v2 deepseek_v3 diffllama doge ernie4_5 exaone4 falcon
-gemma gemma2 gemma3_text glm glm4 gpt_bigcode gpt_neox gptj granite granitemoe gpt_oss lfm2 llama mamba minimax
-mistral mixtral mpt nemotron olmo2 olmoe opt phi phi3 qwen2 qwen3 qwen3_moe stablelm starcoder2""".split()
-MASKED = "albert bert big_bird deberta distilbert electra fnet longformer modernbert mobilebert roformer".split()
+CAUSAL = [
+    "arcee",
+    "bloom",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "ctrl",
+    "deepseek_v2",
+    "deepseek_v3",
+    "diffllama",
+    "doge",
+    "ernie4_5",
+    "exaone4",
+    "falcon",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gptj",
+    "granite",
+    "granitemoe",
+    "gpt_oss",
+    "lfm2",
+    "llama",
+    "mamba",
+    "minimax",
+    "mistral",
+    "mixtral",
+    "mpt",
+    "nemotron",
+    "olmo2",
+    "olmoe",
+    "opt",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "stablelm",
+    "starcoder2",
+]
+MASKED = [
+    "albert",
+    "bert",
+    "big_bird",
+    "deberta",
+    "distilbert",
+    "electra",
+    "fnet",
+    "longformer",
+    "modernbert",
+    "mobilebert",
+    "roformer",
+]
 SEQ2SEQ = ["bart", "pegasus_x"]
 
 MODELS = [*((key, "causal") for key in CAUSAL), *((key, "masked") for key in MASKED)]
