@@ -85,7 +85,11 @@ def can_fork() -> bool:
 @functools.cache
 def _pause_openmp() -> Any:
     """Return OpenMP's function that ends its idle threads, which a child would wait for."""
-    return getattr(ctypes.CDLL(torch._C.__file__), "omp_pause_resource_all", None)
+    library = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+    try:
+        return getattr(ctypes.CDLL(library), "omp_pause_resource_all", None)
+    except OSError:  # this torch is built in another way
+        return None
 
 
 class _Answer(NamedTuple):

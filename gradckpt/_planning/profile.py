@@ -206,9 +206,10 @@ class Profile(StepProfile):
             ValueError: There is none.
         """
         needed = self.check_optimizer(budget)
-        self._before = None
-        chosen, measured = self._choose(error, batch, budget)
-        self._before = None
+        try:
+            chosen, measured = self._choose(error, batch, budget)
+        finally:
+            self._before = None
         about = list(self.notes)
         if self._excess:
             about.append(f"A real step needed {format_bytes(self._excess)} more than on paper, which plans count.")

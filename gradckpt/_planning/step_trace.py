@@ -225,8 +225,9 @@ def trace_step(
 ) -> StepTrace:
     """Run one step on paper.
 
-    Nothing of the model changes: its parameters and buffers are replaced for the time by tensors
-    without values, and random generators and counters get back their states.
+    The model's parameters and buffers are replaced for the time by tensors without values, and
+    random generators and counters get back their states. What else the step changes stays, unless
+    :func:`apart_on_paper` runs it.
 
     Args:
         model: The module that ``run`` calls; its tensors may be fake, meta, or on any device.
@@ -301,7 +302,6 @@ def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
     """
     old: list[tuple[dict[str, Any], str, Any]] = []
     new: dict[int, Any] = {}
-    gradients = [(p, p.grad) for p in model.parameters()]  # a step may know these without the model
     state = state_of(model)
     state.initialize()
     sharded = state.registered()
@@ -323,9 +323,6 @@ def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
     finally:
         for table, name, x in old:
             table[name] = x
-        for x, gradient in gradients:
-            if x.grad is not gradient:
-                x.grad = gradient
 
 
 def _parameter_or_buffer(mode: PaperMode, x: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,6 @@ PYTHON = {
         "gradckpt._gradient_error",
         "gradckpt._patching",
         "gradckpt._settings",
-        "gradckpt._training_state",
         "gradckpt.integrations",
         "gradckpt.config",
         "gradckpt.selectors",

@@ -125,8 +125,7 @@ class TestChild:
 
         with pytest.warns(UserWarning, match="of a trial"):
             run(trial)
-        run_again = pytest.warns(UserWarning, match="of a trial")
-        with run_again:
+        with pytest.warns(UserWarning, match="of a trial"):
             run(trial)
         assert [each.getMessage() for each in caplog.records] == ["record 1"]  # of all children once
 
