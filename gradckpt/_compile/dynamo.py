@@ -22,12 +22,12 @@ from torch.fx import GraphModule, Node
 
 from gradckpt import _C, compat, policies
 from gradckpt._compile import graph
+from gradckpt._compile.region_policies import keep_discrete, keep_products, regions
 from gradckpt._config import CompressionConfig, parse_compress, warn_inactive
 from gradckpt._engine import kept_calls, remat
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.custom_ops import payload_nbytes
-from gradckpt._engine.discrete import KEPT, ROUNDING
-from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts, discrete_of, unmixed
+from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts
 from gradckpt._import_hooks import after_import
 from gradckpt._stats import compiled as compiled_stats
 from gradckpt._stats import format_bytes
@@ -223,16 +223,6 @@ def compat_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = No
 
 # ---- around the backend ----
 
-_CONTEXT = "_checkpoint_context_fn"
-#: torch functions that call discrete operators; Dynamo's graph has their names.
-_DISCRETE_WITHIN = (
-    *("greater", "greater_equal", "less", "less_equal", "not_equal", "isclose", "msort", "quantile", "nanquantile"),
-    *("unique", "where", "argwhere", "masked_select"),
-)
-_DISCRETE = frozenset(name.partition(".")[0] for name in (*KEPT, *ROUNDING, *_DISCRETE_WITHIN))
-#: Those that may make integers or bools of floats.
-_CASTING = frozenset(("to", "type", "type_as", "bool", "byte", "char", "short", "int", "long", "_to_copy"))
-
 
 class Backend:
     """The backend of one of Dynamo's graphs, with the requests of the marks in it."""
@@ -247,12 +237,12 @@ class Backend:
         modules = [m for m in module.modules() if isinstance(m, GraphModule)]
         _guard_leaves(module)
         _leave_written(modules)
-        kept = _keep_discrete(module, self.replay_discrete)
-        _keep_products(module, self.restored)
+        kept = keep_discrete(module, self.replay_discrete)
+        keep_products(module, self.restored)
         cached = _cache_hits()
         with _without_advice() if kept else contextlib.nullcontext(), graph.hooks() as packed:
             compiled = self.backend(module, inputs, **options)
-        compiled_stats.add(regions=sum(len(_regions(m)) for m in modules))
+        compiled_stats.add(regions=sum(len(regions(m)) for m in modules))
         if not packed and _cache_hits() > cached:  # it was packed when it was first compiled
             packed = _marked(modules)
         if packed:
@@ -296,7 +286,7 @@ def _leave_written(modules: list[GraphModule]) -> None:
 
 def _leave_written_in(module: GraphModule, outputs: set[Any], written: set[Any]) -> bool:
     left = False
-    for region in _regions(module):
+    for region in regions(module):
         inputs = {x: x.args[0] if x.target is graph.region_input else x for x in region.all_input_nodes}
         dirty = {_storage(inputs[x]) for x in inputs if _is_written(x) or _storage(x) in written} - {None}
         returned = {_storage(x) for x in private.tree_leaves(region.meta["example_value"])}
@@ -331,66 +321,6 @@ def _storage(x: Any) -> Any:
 
 def _cache_hits() -> int:
     return int(private.dynamo.counters["aot_autograd"]["autograd_cache_hit"])
-
-
-def _regions(module: GraphModule) -> Any:
-    return module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
-
-
-def _keep_discrete(module: GraphModule, replay_discrete: bool | str, around: bool | str = False) -> bool:
-    """Keep discrete outputs in regions that may run again on restored values.
-
-    Return whether any is kept.
-
-    Such are marked regions (``replay_discrete``: their config's), those whose policy keeps outputs
-    lossily, and every region inside one of these (``around``), whichever checkpoint made it.
-    """
-    kept = False
-    for node in _regions(module):
-        region = getattr(module, node.args[0].target)
-        marked = any(x.target is graph.region_input for x in node.all_input_nodes)
-        made = _contexts_in(region)
-        policy = made.args[0] if getattr(made, "func", None) is create_selective_checkpoint_contexts else None
-        policy = policy if isinstance(policy, policies.Policy) else None
-        levels = (around, replay_discrete if marked else False, policy.replay_discrete if policy is not None else False)
-        level = "casts" if "casts" in levels else any(levels)
-        names = _DISCRETE | _CASTING if level == "casts" else _DISCRETE
-        if level and (made is None or policy is not None) and _has_any(region, names):
-            discrete = discrete_of(level)
-            region.meta[_CONTEXT] = contexts_of(discrete if policy is None else discrete | policy)
-            kept = True
-        kept |= _keep_discrete(region, replay_discrete, level)
-    return kept
-
-
-def _keep_products(module: GraphModule, restored: bool, around: bool = False) -> None:
-    """Restrict policies to what mixes with no restored value, in regions whose inputs are restored
-    (marked ones, where ``restored``), and in every region inside one of these (``around``).
-    """
-    for node in _regions(module):
-        region = getattr(module, node.args[0].target)
-        inside = around or (restored and any(x.target is graph.region_input for x in node.all_input_nodes))
-        made = _contexts_in(region)
-        if getattr(made, "func", None) is create_selective_checkpoint_contexts:
-            policy, *rest = made.args
-            region.meta[_CONTEXT] = contexts_of(unmixed(policy, inside)) if not rest else made
-        _keep_products(region, restored, inside)
-
-
-def _contexts_in(region: GraphModule) -> Any:
-    """Return a region's ``context_fn``; that of ``policy=`` becomes one
-    that torch can cache graphs with."""
-    made: Any = region.meta.get(_CONTEXT)
-    by_policy = getattr(made, "func", None) is create_selective_checkpoint_contexts and not made.keywords
-    if by_policy and not callable(made.args[0]):
-        made = region.meta[_CONTEXT] = contexts_of(made.args[0])
-    return made
-
-
-def _has_any(region: GraphModule, discrete: frozenset[str]) -> bool:
-    nodes = (node for m in region.modules() if isinstance(m, GraphModule) for node in m.graph.nodes)
-    names = (str(getattr(node.target, "__name__", node.target)) for node in nodes)
-    return any(name.partition(".")[0].rstrip("_") in discrete for name in names)
 
 
 @contextlib.contextmanager

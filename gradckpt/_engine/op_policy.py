@@ -116,20 +116,6 @@ class Policy:
             [(name, _short(config)) for name, _ in self.parts],
         )
 
-    def unmixed(self, restored: bool) -> Policy:
-        """Return this policy without the results that would be mixed with restored values: inputs
-        of the region (``restored``), or outputs that the policy keeps.
-        """
-        lossy = any(r.config is not None and r.config.lossy for r in self.rules.values())
-        mixed = (SEPARATE, JOINT, UNKNOWN) if restored else (JOINT, UNKNOWN) if lossy else ()
-        again = frozenset(op for op, rule in self.rules.items() if _mixing(rule) in mixed)
-        if not again:
-            return self
-        rules = (r._replace(keep=RECOMPUTE) if op in again else r for op, r in self.rules.items())
-        policy = Policy(rules, self.wanted, self.parts)
-        policy.mixed = again
-        return policy
-
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):
             return NotImplemented
@@ -149,6 +135,21 @@ class Policy:
     def __repr__(self) -> str:
         short = "|".join(f"{name}:{codec}" if codec else name for name, codec in self.parts)
         return f"<gradckpt policy: {short or ', '.join(str(op) for op in self.rules)}>"
+
+
+def unmixed(policy: Policy, restored: bool) -> Policy:
+    """Return the policy without the results that would be mixed with restored values: inputs
+    of the region (``restored``), or outputs that the policy keeps.
+    """
+    lossy = any(r.config is not None and r.config.lossy for r in policy.rules.values())
+    mixed = (SEPARATE, JOINT, UNKNOWN) if restored else (JOINT, UNKNOWN) if lossy else ()
+    again = frozenset(op for op, rule in policy.rules.items() if _mixing(rule) in mixed)
+    if not again:
+        return policy
+    rules = (r._replace(keep=RECOMPUTE) if op in again else r for op, r in policy.rules.items())
+    rest = Policy(rules, policy.wanted, policy.parts)
+    rest.mixed = again
+    return rest
 
 
 def _short(config: CompressionConfig | None) -> str:

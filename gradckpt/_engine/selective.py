@@ -34,6 +34,7 @@ from gradckpt._engine.op_policy import (
     Save,
     is_overload,
     read_policy,
+    unmixed,
 )
 from gradckpt.policies import PolicyLike, as_policy
 
@@ -193,14 +194,14 @@ def _policy_for_graph(policy_fn: Any) -> Callable[..., Any]:
     return answer_for_graph
 
 
-def unmixed(policy_or_ops: PolicyOrOps, restored: bool) -> PolicyOrOps:
+def unmixed_in_graph(policy_or_ops: PolicyOrOps, restored: bool) -> PolicyOrOps:
     """Return the policy of a graph, without the results that would be mixed with restored values.
 
     ``restored``: those of the region's inputs. See csrc/engine/selective/op_mixing.h.
     """
     policy = as_policy(policy_or_ops)
     if policy is not None:
-        return policy.unmixed(restored)
+        return unmixed(policy, restored)
     return functools.partial(_ask_for_products, policy_or_ops) if restored else policy_or_ops
 
 

@@ -81,7 +81,7 @@ class TestKeys:
             ({"compress": {"codec": "fp8", "stochastic": True}}, gradckpt.CompressionConfig("fp8", stochastic=True)),
             ({"fake_quantize": True}, gradckpt.CompressionConfig("int6", fake_quantize=True)),
             ({"min_numel": 0}, gradckpt.CompressionConfig("int6", min_numel=0)),
-            ({"policy": "save_attention"}, gradckpt.CompressionConfig("int6")),
+            ({"policy": "save_matmuls"}, gradckpt.CompressionConfig("int6")),
             ({"compress": False}, None),
             ({"compress": None}, None),
         ],

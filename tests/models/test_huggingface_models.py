@@ -294,7 +294,7 @@ EXPERTS = ("eager", "batched_mm", "grouped_mm")
 MODES = {
     "int8": {"compress": "int8"},
     "int4": {"compress": "int4"},
-    "policy": {"compress": "int8", "policy": "save_attention:int8"},
+    "policy": {"compress": "int8", "policy": "save_matmuls:int8"},
     "fake_quantize": {"compress": {"codec": "int8", "fake_quantize": True}},
 }
 

@@ -278,7 +278,7 @@ class TestTrainers:
     @with_every_and_offload
     def test_the_next_trainer_starts_from_nothing(self, tmp_path):
         model = build()
-        first = {"compress": {"codec": "int8", "min_numel": 7}, "policy": "save_attention", "every_n_layers": 2}
+        first = {"compress": {"codec": "int8", "min_numel": 7}, "policy": "save_matmuls", "every_n_layers": 2}
         assert train(model, tmp_path, **flag(first)) == LAYERS
         assert train(model, tmp_path, **flag({"compress": "fp8"})) == 2 * LAYERS
         assert vars(model)[ADAPTER].active == gradckpt.CompressionConfig("fp8")
@@ -364,9 +364,9 @@ class TestTrainers:
         assert compressed_by(trainer_of(build(), tmp_path, kwargs, callbacks=[Generate()]).train) == LAYERS
 
     def test_arguments_stay_json(self, tmp_path):
-        trainer = trainer_of(build(), tmp_path, {"compress": "int8", "policy": "save_attention"})
+        trainer = trainer_of(build(), tmp_path, {"compress": "int8", "policy": "save_matmuls"})
         trainer.train()
-        assert trainer.args.to_dict()[f"{NAME}_kwargs"] == {"compress": "int8", "policy": "save_attention"}
+        assert trainer.args.to_dict()[f"{NAME}_kwargs"] == {"compress": "int8", "policy": "save_matmuls"}
         assert "int8" in trainer.args.to_json_string()
         pickle.loads(pickle.dumps(trainer.args))
         trainer.save_model(str(tmp_path / "saved"))

@@ -90,8 +90,7 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
     if (form == GCK_SKIP_EXACT && reason == GCK_SKIP_SMALL) {
         *wait = 0;
         as->codec = NULL;
-        Py_CLEAR(as->part);
-        Py_CLEAR(as->rows);
+        gck_saved_as_clear(as);
         return reason;
     }
     return form;
@@ -143,9 +142,7 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
     } else {
         status = reason < 0 ? -1 : waits ? wait(self, in, number, to) : put(self, &as, in, to, reason);
     }
-    Py_XDECREF(as.part);
-    Py_XDECREF(as.rows);
-    Py_XDECREF(as.again);
+    gck_saved_as_clear(&as);
     return status;
 }
 

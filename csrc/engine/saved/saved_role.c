@@ -10,6 +10,14 @@
 
 enum { MAX_STEPS = 16 };           /* the most nodes between a weight and the saved view of it */
 
+void gck_saved_as_clear(gck_saved_as *as)
+{
+    as->codec = NULL;
+    Py_CLEAR(as->part);
+    Py_CLEAR(as->rows);
+    Py_CLEAR(as->again);
+}
+
 gck_saved_formats gck_saved_formats_of(const gck_codec *codec)
 {
     gck_saved_formats formats;
@@ -236,8 +244,8 @@ static int make_again(const gck_state *state, PyObject *node, gck_saved_as *as)
 /* 1 when its shape and place decide. */
 static int reads_view(gck_role role)
 {
-    return role != GCK_ROLE_VALUES && role != GCK_ROLE_ROUNDED && role != GCK_ROLE_PROBABILITIES && role != GCK_ROLE_POWER && role != GCK_ROLE_ATTENTION
-        && role != GCK_ROLE_AGAIN;
+    return role != GCK_ROLE_VALUES && role != GCK_ROLE_ROUNDED && role != GCK_ROLE_PROBABILITIES
+        && role != GCK_ROLE_POWER && role != GCK_ROLE_ATTENTION && role != GCK_ROLE_AGAIN;
 }
 
 /* The form of a tensor with this role.  0 or -1, and *as is then empty. */

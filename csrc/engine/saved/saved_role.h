@@ -16,6 +16,8 @@ typedef struct {
     PyObject        *again;        /* owned: the function that makes it; NULL: it is kept     */
 } gck_saved_as;
 
+void gck_saved_as_clear(gck_saved_as *as);
+
 /* One codec for all families but the softmaxes, which have formats of their own. */
 gck_saved_formats gck_saved_formats_of(const gck_codec *codec);
 

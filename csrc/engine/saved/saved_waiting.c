@@ -64,8 +64,7 @@ static int settle(gck_saved_tensor *saved, PyObject *node, int reason, int go_on
         state->stats.live_bytes -= saved->waits;
         saved->waits = 0;
     }
-    Py_XDECREF(as.part);
-    Py_XDECREF(as.rows);
+    gck_saved_as_clear(&as);
     Py_DECREF(op);
     Py_DECREF((PyObject *)saved);
     gck_input_clear(&in);
