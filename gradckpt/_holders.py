@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import types
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 __all__ = ["holder_of"]
@@ -13,26 +13,34 @@ __all__ = ["holder_of"]
 _CACHE: Any = type(functools.lru_cache(lambda: None))
 
 #: Containers in containers that are looked through.
-_DEPTH = 6
+_DEPTH = 10
 
 
-def holder_of(x: Any) -> str | None:
+def holder_of(x: Any, known: Container[int]) -> str | None:
     """Return what a message calls the place where an object is, None if nothing but frames of
     functions leads there.
+
+    ``known``: the ids of objects that are there for longer than such frames, as globals and classes
+    are.
     """
-    seen, level = {id(x)}, [x]
+    names: dict[int, str | None] = {id(x): None}
+    level = [x]
     for _ in range(_DEPTH):
         above: list[Any] = []
         for each in level:
             for holder in gc.get_referrers(each):
-                if id(holder) in seen or _is_passing(holder) or holder is level or holder is above:
+                if id(holder) in names or _is_passing(holder) or holder is level or holder is above:
                     continue
-                seen.add(id(holder))
-                if found := _named(each, holder):
-                    return found
+                names[id(holder)] = name = names[id(each)] or _named(each, holder)
+                if name is not None and (id(holder) in known or _is_lasting(holder)):
+                    return name
                 above.append(holder)
         level = above
     return None
+
+
+def _is_lasting(holder: Any) -> bool:
+    return isinstance(holder, (_CACHE, type)) or (isinstance(holder, dict) and "__builtins__" in holder)
 
 
 def _is_passing(holder: Any) -> bool:

@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -61,6 +61,11 @@ class Reachable:
             if type(x) not in _ATOMS and id(x) not in self._seen:
                 self._seen[id(x)] = x
                 self._visit(x, type(x))
+
+    @property
+    def known(self) -> Container[int]:
+        """The ids of these objects."""
+        return self._seen
 
     def put_back(self) -> None:
         """Let all of them hold what they held."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class TrainingState:
         used = {x.device for x in (*model.parameters(), *model.buffers()) if x.device.type not in ("cpu", "meta")}
         self._devices = [(device, _generators(device).get_rng_state(device)) for device in used]
 
+    @property
+    def known(self) -> Container[int]:
+        """The ids of objects that were there before."""
+        return self._reachable.known
+
     def rewind(self) -> None:
         """Restore all but the gradients, which become None."""
         self._put_back()
@@ -64,9 +70,9 @@ class TrainingState:
         for gradient, value in self._shared:
             gradient.copy_(value)
         if (changed := self._reachable.changed()) is not None:
+            holder = holder_of(changed, self.known) or f"a {type(changed).__name__}"
             raise RuntimeError(
-                f"gradckpt: a trial step has changed {holder_of(changed) or 'a global'}, which cannot be put back; "
-                "make the model anew after this"
+                f"gradckpt: a trial step has changed {holder}, which cannot be put back; make the model anew after this"
             )
 
 

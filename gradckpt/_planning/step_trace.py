@@ -151,7 +151,7 @@ class StateBeforePaper(TrainingState):
             return
         gc.collect()
         for x in tensors_on_paper():
-            if (holder := holder_of(x)) is not None or not failed:
+            if (holder := holder_of(x, self.known)) is not None or not failed:
                 raise RuntimeError(
                     f"gradckpt: {holder or 'something'} keeps a tensor of a step on paper, which has no values; empty "
                     "it before the next step"

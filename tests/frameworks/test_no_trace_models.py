@@ -65,7 +65,7 @@ CAUSAL = [
     "gptj",
     "granite",
     "granitemoe",
-    "gpt_oss",
+    "helium",
     "lfm2",
     "llama",
     "mamba",
