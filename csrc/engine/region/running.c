@@ -39,7 +39,7 @@ int gck_is_approximate(const gck_frame *frame)
 {
     const gck_op_storage *store = gck_frame_store(frame);
 
-    return frame->approximate || (store != NULL && (store->approximate_inputs || store->approximate_outputs));
+    return frame->approximate || (store != NULL && gck_op_storage_is_approximate(store));
 }
 
 int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay)

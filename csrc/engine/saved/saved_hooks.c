@@ -89,7 +89,6 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
     form = judge_form(self, in, node, made, number, as, wait);
     if (form == GCK_SKIP_EXACT && reason == GCK_SKIP_SMALL) {
         *wait = 0;
-        as->codec = NULL;
         gck_saved_as_clear(as);
         return reason;
     }
@@ -133,6 +132,7 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
     const gck_py *py = &self->packing.state->py;
     const int64_t made = self->waiting != NULL && node != Py_None ? gck_node_number(py, node) : -1;
     int tracing = -1, waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
+
     if (made >= 0 && !gck_saved_waiting_may_last(self->waiting)) {
         status = gck_saved_waiting_reach(self->waiting, self->packing.state, node, made, number, 1, &tracing);
     }

@@ -100,7 +100,7 @@ static int tell_of(gck_state *state, PyObject *node)
     PyObject *capsule = metadata != NULL ? PyCapsule_New(state, capsule_name, note) : NULL;
     int status = capsule == NULL ? -1 : PyCapsule_SetContext(capsule, Py_NewRef((PyObject *)state->SavedTensor));
 
-    status = status < 0 ? -1 : PyObject_SetItem(metadata, state->py.names.__module__, capsule);
+    status = status < 0 ? -1 : PyMapping_SetItemString(metadata, capsule_name, capsule);
 
     Py_XDECREF(capsule);
     Py_XDECREF(metadata);

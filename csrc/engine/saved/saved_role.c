@@ -210,17 +210,30 @@ static PyObject *dimension_of(PyObject *node)
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(dim);
 }
 
+/* *data: what the node holds as this argument, Py_None where it holds nothing; NULL: it does not
+ * tell.  0 or -1. */
+static int held(const gck_state *state, PyObject *node, PyObject *attribute, PyObject **data)
+{
+    PyObject *raw = PyObject_GetAttr(node, attribute);
+
+    *data = raw != NULL ? PyObject_GetAttr(raw, state->py.names.data) : NULL;
+    Py_XDECREF(raw);
+    return *data == NULL ? gck_clear_refusal() : 0;      /* it has no such argument here, or was freed */
+}
+
 /* 1 when the attention's result is not kept, but made again; 0, -1. */
 static int is_made_again(const gck_state *state, PyObject *node)
 {
-    PyObject *raw = state->nodes_tell ? PyObject_GetAttrString(node, "_raw_saved_output") : NULL;
-    PyObject *data = raw != NULL ? PyObject_GetAttr(raw, state->py.names.data) : NULL;
-    const int again = data != NULL && Py_TYPE(data) == state->SavedTensor
-                   && ((gck_saved_tensor *)data)->form.entry.kind == GCK_PACKED_OBJECT;
+    PyObject *data = NULL;
+    int again;
 
-    Py_XDECREF(raw);
+    if (state->nodes_tell && held(state, node, state->py.names._raw_saved_output, &data) < 0) {
+        return -1;
+    }
+    again = data != NULL && Py_TYPE(data) == state->SavedTensor
+         && ((gck_saved_tensor *)data)->form.entry.kind == GCK_PACKED_OBJECT;
     Py_XDECREF(data);
-    return data == NULL && PyErr_Occurred() ? gck_clear_refusal() : again;
+    return again;
 }
 
 /* Find out how the node's results are made again, and make its log-sum-exp one that is.  0, for then they
@@ -312,17 +325,6 @@ static int form_of(gck_state *state, const gck_saved_formats *formats, const gck
 }
 
 /* ---- which of them is it ---- */
-
-/* *data: what the node holds as this argument, Py_None where it holds nothing; NULL: it does not
- * tell.  0 or -1. */
-static int held(const gck_state *state, PyObject *node, PyObject *attribute, PyObject **data)
-{
-    PyObject *raw = PyObject_GetAttr(node, attribute);
-
-    *data = raw != NULL ? PyObject_GetAttr(raw, state->py.names.data) : NULL;
-    Py_XDECREF(raw);
-    return *data == NULL ? gck_clear_refusal() : 0;      /* it has no such argument here, or was freed */
-}
 
 /* 1 when this is what our hook returned, which other hooks may have put into an object of theirs; 0,
  * -1. */

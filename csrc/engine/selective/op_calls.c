@@ -7,8 +7,8 @@
 #include "torch/objects.h"
 #include "engine/checkpoint_options.h"
 #include "engine/selective/op_hiding.h"
-#include "engine/selective/op_mixing.h"
 #include "engine/selective/op_labels.h"
+#include "engine/selective/op_mixing.h"
 #include "engine/selective/op_outputs.h"
 #include "engine/selective/op_policy.h"
 #include "engine/selective/replay_discrete.h"
@@ -44,7 +44,8 @@ static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_o
     if (keep > 0
         && (gck_options_plan(state, compress, &own->plan) < 0
             || (own->plan.codec != NULL && gck_replay_discrete_from(state, store, &own->plan) < 0)
-            || (mixing = gck_op_mixing_of(&state->py, call->op)) < 0)) {
+            || (gck_op_storage_is_approximate(store)
+                && (mixing = gck_op_mixing_of(&state->py, call->op)) < 0))) {
         keep = -1;
     }
     own->mixing = (gck_op_mixing)mixing;
@@ -57,8 +58,7 @@ static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_o
 
 /* Keep those of a call's outputs that the policy names.  The call is one that runs again until they
  * are stored, because the policy and the code that stores them may call operators too.  0 or -1. */
-static int keep_outputs(const gck_active *active, gck_op_storage *store, int line, const gck_call *call,
-                        gck_draw *draw, PyObject *out)
+static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, gck_draw *draw, PyObject *out)
 {
     gck_op_rule own = {.op = NULL};
     const gck_op_rule *rule = line >= 0 ? gck_op_storage_rule(store, line) : NULL;
@@ -67,7 +67,7 @@ static int keep_outputs(const gck_active *active, gck_op_storage *store, int lin
     PyObject *modes;
     int status;
 
-    if (keep > 0 && rule->keep == GCK_OP_SAVE && gck_op_mixes(active, store, rule)
+    if (keep > 0 && rule->keep == GCK_OP_SAVE && gck_op_mixes(store, rule)
         && (rule = gck_op_storage_discrete_rule(store, call)) == NULL) {
         keep = gck_op_runs_again(&store->state->py, call->op);
     }
@@ -107,7 +107,7 @@ PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int l
     PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL
                   : call->run(call);
 
-    if (out != NULL && keep_outputs(active, store, line, call, &draw, out) < 0) {
+    if (out != NULL && keep_outputs(store, line, call, &draw, out) < 0) {
         Py_CLEAR(out);
     }
     gck_draw_clear(&draw);

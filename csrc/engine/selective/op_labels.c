@@ -27,7 +27,7 @@ static int keep_candidate(gck_op_storage *store, PyObject *x, PyObject *name)
     if (found != NULL && PyArg_ParseTuple(found, "Oin", &out, &line, &index)) {
         const gck_op_rule *rule = &store->policy->named[line];
         status = out == Py_None ? 0              /* written into unseen: it runs again */
-            : gck_op_mixes(NULL, store, rule) ? gck_op_runs_again(&store->state->py, rule->op)
+            : gck_op_mixes(store, rule) ? gck_op_runs_again(&store->state->py, rule->op)
             : gck_op_storage_keep(store, index, gck_op_output_keep(store, out, &rule->plan));
         store->met++;
     }

@@ -15,13 +15,11 @@ int gck_op_mixing_of(const gck_py *py, PyObject *op)
     return (int)mixing;
 }
 
-int gck_op_mixes(const gck_active *active, const gck_op_storage *store, const gck_op_rule *rule)
+int gck_op_mixes(const gck_op_storage *store, const gck_op_rule *rule)
 {
-    const int seen = active != NULL && active->run != NULL && active->run->saved != NULL;
-
     return (store->approximate_inputs && rule->mixing == GCK_OP_SEPARATE)
-        || ((store->approximate_inputs || store->approximate_outputs)
-            && (rule->mixing == GCK_OP_JOINT || (rule->mixing == GCK_OP_UNKNOWN && !seen)));
+        || (gck_op_storage_is_approximate(store)
+            && (rule->mixing == GCK_OP_JOINT || (rule->mixing == GCK_OP_UNKNOWN && !store->stamped)));
 }
 
 int gck_op_runs_again(const gck_py *py, PyObject *op)
@@ -53,7 +51,7 @@ int gck_op_watch(gck_op_storage *store, const gck_op_rule *rule, PyObject *op, P
     PyObject *before = store->watched.op;
 
     if (rule->mixing != GCK_OP_UNKNOWN
-        || (!store->approximate_inputs && !store->approximate_outputs && !gck_plan_is_lossy(&rule->plan))) {
+        || (!gck_op_storage_is_approximate(store) && !gck_plan_is_lossy(&rule->plan))) {
         return 0;
     }
     store->watched = (gck_op_watched){.op = Py_NewRef(op), .node = gck_last_node_number(&store->state->py)};

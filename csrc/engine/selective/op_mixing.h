@@ -10,16 +10,14 @@
 #define GRADCKPT_OP_MIXING_H
 
 #include "engine/state.h"
-#include "engine/selective/active_storage.h"
 #include "engine/selective/op_policy.h"
 #include "engine/selective/op_storage.h"
 
 /* A gck_op_mixing; -1 with an exception. */
 int gck_op_mixing_of(const gck_py *py, PyObject *op);
 
-/* 1 when a backward may mix outputs that this rule keeps with restored values; 0.  active:
- * where the operator was caught; NULL: what its node saves is not seen. */
-int gck_op_mixes(const gck_active *active, const gck_op_storage *store, const gck_op_rule *rule);
+/* 1 when a backward may mix outputs that this rule keeps with restored values; 0. */
+int gck_op_mixes(const gck_op_storage *store, const gck_op_rule *rule);
 
 /* Warn that such a call runs again.  0 or -1. */
 int gck_op_runs_again(const gck_py *py, PyObject *op);

@@ -102,7 +102,6 @@ static int store_clear(PyObject *op)
         Py_XDECREF(last.drawn);
     }
     Py_CLEAR(self->watched.op);
-    Py_CLEAR(self->watched.op);
     return 0;
 }
 

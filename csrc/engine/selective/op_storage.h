@@ -83,6 +83,12 @@ gck_op_storage *gck_op_storage_new(gck_state *state, gck_op_policy *policy, int 
 /* Keep discrete outputs too from now on: 1, or 2: also casts.  0 or -1. */
 int gck_op_storage_replay_discrete(gck_op_storage *store, int replay_discrete);
 
+/* 1 when the recompute may get other values than the forward. */
+static inline int gck_op_storage_is_approximate(const gck_op_storage *store)
+{
+    return store->approximate_inputs || store->approximate_outputs;
+}
+
 /* Add a call of the forward, of which nothing is kept yet.  Its index, or -1. */
 Py_ssize_t gck_op_storage_add(gck_op_storage *store, const gck_call *call);
 /* Keep this, taken over, of a call; NULL: making it raised.  0 or -1. */
