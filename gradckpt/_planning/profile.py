@@ -205,8 +205,8 @@ class Profile(StepProfile):
         Raises:
             ValueError: There is none.
         """
-        needed = self.check_optimizer(budget)
         try:
+            needed = self.check_optimizer(budget)
             chosen, measured = self._choose(error, batch, budget)
         finally:
             self._before = None

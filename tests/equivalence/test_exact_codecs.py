@@ -193,7 +193,7 @@ def test_this_folder(name):
 def test_every_difference_is_of_a_test():
     source = "".join(path.read_text() for path in HERE.glob("test_*.py"))
     for name in (name for difference in DIFFERENCES for name in difference.tests):
-        assert f"\ndef {name}(" in source, name
+        assert re.search(rf"^ *def {name}\(", source, re.M), name  # also of a class
 
 
 def gradients(kind, change, checkpoint):
