@@ -205,8 +205,8 @@ class Profile(StepProfile):
         Raises:
             ValueError: There is none.
         """
+        needed = self.check_optimizer(budget)
         try:
-            needed = self.check_optimizer(budget)
             chosen, measured = self._choose(error, batch, budget)
         finally:
             self._before = None
@@ -239,7 +239,10 @@ class Profile(StepProfile):
         needed = self._optimizer_adds + (0 if budget.step_only else self.held)
         if needed > budget.size:
             larger = dataclasses.replace(budget, size=needed)
-            found = self.fastest(self.chain(), larger, self.fixed)  # or regions need more
+            try:
+                found = self.fastest(self.chain(), larger, self.fixed)  # or regions need more
+            finally:
+                self._before = None
             hint = f"The optimizer's step alone needs {format_bytes(needed)}; take one with smaller states."
             raise NoPlan.within(budget, needed, found.choice, hint)
         return needed
