@@ -97,9 +97,7 @@ is_checkpoint_valid = _find("torch.autograd._is_checkpoint_valid", "use_reentran
 set_versions = _find("torch._C._autograd._unsafe_set_version_counter", "autograd's text for an input that was changed")
 make_saved_tensor = _find("torch._C._autograd._make_saved_tensor", "the direct way to show outer hooks an input", None)
 #: Its attribute ``data`` tells what a node saved without unpacking it.
-node_types = _find("torch._C._functions", "policies that keep attention beside compressed inputs", None)
 SavedTensor = _find("torch._C._autograd.SavedTensor", "reading what a node saved without unpacking it", None)
-DelayedError = _find("torch._C._functions.DelayedError", "compress=")
 engine = _find("torch.autograd.Variable._execution_engine", "a region that is one node", None)
 run_backward = engine.run_backward if engine is not None else Missing("torch.autograd.Variable._execution_engine")
 queue_callback = engine.queue_callback if engine is not None else run_backward
@@ -117,6 +115,8 @@ def _together(first: Any, *paths: str) -> Any:
     return Missing(missing[0]) if missing else first
 
 
+node_types = _find("torch._C._functions", "compress=", None)
+DelayedError = _together(_find("torch._C._functions.DelayedError", "compress="), "torch._C._functions")
 push_hooks = _together(
     push_hooks,
     "torch._C._autograd._pop_saved_tensors_default_hooks",

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from processes import in_child
 from test_processes import grad_of, leaf
 from test_threads import BOTH, _nothing_left_behind  # noqa: F401
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,7 +37,12 @@ def test_hook_that_differentiates_through_its_own_region(ck, where):
 
 @BOTH
 def test_backwards_nested_deeper_than_one_thread_goes(ck):
-    """From depth 60 on, torch runs a nested backward on another thread."""
+    """From depth 60 on, torch runs a nested backward on another thread. After that no child of
+    this process has a backward, which other tests need."""
+    in_child(functools.partial(_nest_deeply, ck))
+
+
+def _nest_deeply(ck):
     threads = set()
 
     class Inner(torch.autograd.Function):

@@ -217,18 +217,22 @@ int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, 
     return status;
 }
 
-/* `of` has a payload of a storage that is kept uncompressed from now on: return to the tensor.  0
- * or -1. */
-static int take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
+int gck_saved_form_take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
 {
     gck_state *state = self->packing.state;
-    const gck_payload *payload = (gck_payload *)of->form.entry.value;
-    const int64_t version = payload->version;
     const gck_saved_as exact = {.codec = NULL};
-    gck_input whole = gck_input_of(PyWeakref_GetObject(payload->original)), in = {.x = NULL};
+    const gck_payload *payload;
+    gck_input whole, in = {.x = NULL};
     const void *address = NULL;
+    int64_t version;
     int status = 0;
 
+    if (of->form.entry.kind != GCK_PACKED_PAYLOAD || of->form.dtype != NULL || self->packing.outer) {
+        return 0;
+    }
+    payload = (gck_payload *)of->form.entry.value;
+    version = payload->version;
+    whole = gck_input_of(payload->original != NULL ? PyWeakref_GetObject(payload->original) : Py_None);
     if (whole.x != Py_None) {
         status = gck_input_read(&state->py, &whole, GCK_FACT_VERSION);
         status = status < 0 ? -1 : gck_storage_of(&state->py, whole.x, &address);
@@ -252,10 +256,9 @@ int gck_saved_form_hold(const gck_saved_hooks *self, const gck_saved_form *form)
     int status = 0;
 
     for (int i = 0; storage != NULL && status == 0 && (other = gck_saved_list_known(self->waiting, i)) != NULL; i++) {
-        const gck_saved_form *form = &other->form;
-        if (form->entry.kind == GCK_PACKED_PAYLOAD && form->storage == storage && form->dtype == NULL) {
+        if (other->form.storage == storage) {
             Py_INCREF((PyObject *)other);
-            status = take_back(self, other);
+            status = gck_saved_form_take_back(self, other);
             Py_DECREF((PyObject *)other);
         }
     }

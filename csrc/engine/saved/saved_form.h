@@ -31,6 +31,10 @@ int gck_saved_form_put(const gck_saved_hooks *self, const gck_saved_as *as, gck_
 int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, const gck_saved_as *as, gck_input *in,
                           int reason, gck_batch *batch);
 
+/* Return from a payload to the tensor itself, if it still exists unchanged and no other hooks have seen the payload.
+ * 0 or -1. */
+int gck_saved_form_take_back(const gck_saved_hooks *self, gck_saved_tensor *of);
+
 /* If this tensor stays uncompressed, keep everything that shares its storage uncompressed too.  0
  * or -1. */
 int gck_saved_form_hold(const gck_saved_hooks *self, const gck_saved_form *form);

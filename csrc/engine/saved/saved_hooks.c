@@ -95,8 +95,8 @@ static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int
     return form;
 }
 
-/* Let the tensor wait in `to`.  0 or -1. */
-static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_tensor *to)
+/* Let the tensor wait in `to`; late: without a search.  0 or -1. */
+static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, int late, gck_saved_tensor *to)
 {
     gck_state *state = self->packing.state;
     gck_packing packing = self->packing;
@@ -106,6 +106,7 @@ static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_
         return -1;
     }
     to->number = number;
+    to->late = late;
     to->on_device = in->view.device >= 0;        /* it was judged, so it has a view */
     to->waits = in->view.numel * (int64_t)gck_itemsize(in->view.dtype);
     gck_count_uncompressed_bytes(state, to->waits, GCK_SKIP_UNKNOWN);
@@ -131,16 +132,17 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
     gck_saved_as as = {.codec = NULL};
     const gck_py *py = &self->packing.state->py;
     const int64_t made = self->waiting != NULL && node != Py_None ? gck_node_number(py, node) : -1;
+    const int late = made >= 0 && gck_saved_waiting_may_last(self->waiting);
     int tracing = -1, waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
 
-    if (made >= 0 && !gck_saved_waiting_may_last(self->waiting)) {
-        status = gck_saved_waiting_reach(self->waiting, self->packing.state, node, made, number, 1, &tracing);
+    if (made >= 0 && !late) {
+        status = gck_saved_waiting_reach(self, node, made, number, 1, &tracing);
     }
     reason = status < 0 ? -1 : judge(self, in, node, made, number, tracing, &as, &waits);
     if (reason == GCK_SKIP_EXACT && as.again != NULL) {
         gck_saved_form_make_again(&to->form, as.again);
     } else {
-        status = reason < 0 ? -1 : waits ? wait(self, in, number, to) : put(self, &as, in, to, reason);
+        status = reason < 0 ? -1 : waits ? wait(self, in, number, late, to) : put(self, &as, in, to, reason);
     }
     gck_saved_as_clear(&as);
     return status;
@@ -456,7 +458,7 @@ PyObject *gck_saved_hooks_pop(PyObject *module, PyObject *failed)
 }
 
 /* Search the nodes behind the function's result.  0 or -1. */
-static int look_behind(const gck_saved_hooks *self, PyObject *result)
+static int look_behind(gck_saved_hooks *self, PyObject *result)
 {
     gck_state *state = self->packing.state;
     PyObject *nodes = PyObject_CallFunction(state->py.call.nodes_behind, "(O)", result);
@@ -465,8 +467,7 @@ static int look_behind(const gck_saved_hooks *self, PyObject *result)
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(nodes); i++) {
         const int64_t made = gck_node_number(&state->py, PyList_GetItem(nodes, i));
         status = made < 0 ? -1
-               : gck_saved_waiting_reach(self->waiting, state, PyList_GetItem(nodes, i), made, INT64_MAX, 0,
-                                          &tracing);
+               : gck_saved_waiting_reach(self, PyList_GetItem(nodes, i), made, INT64_MAX, 1, &tracing);
     }
     Py_XDECREF(nodes);
     return status;

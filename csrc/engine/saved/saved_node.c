@@ -116,23 +116,79 @@ static const char *const views[] = {
     "UnsqueezeBackward0", "ViewBackward0",
 };
 
-/* Elementwise nodes whose derivative by each argument is bounded, and reads no argument. */
-static const char *const linear[] = {
-    "AbsBackward0", "AddBackward0", "AddBackward1", "ClampBackward0", "ClampBackward1", "ClampMaxBackward0",
-    "ClampMinBackward0", "MaximumBackward0", "MinimumBackward0", "NegBackward0", "RsubBackward0", "RsubBackward1",
-    "SubBackward0", "SubBackward1", "WhereBackward0",
+/* Nodes whose every value comes from a few values, at whatever place, by derivatives that have a bound.  Not exp: of a
+ * negative argument it is largest where a product is zero. */
+static const char *const plain[] = {
+    "AbsBackward0", "AddBackward0", "AddBackward1", "AddrBackward0", "AmaxBackward0", "AminBackward0",
+    "AminmaxBackward0", "AsinhBackward0", "AtanBackward0", "BinaryCrossEntropyWithLogitsBackward0",
+    "CatBackward0", "CeilBackward0", "CeluBackward0", "ClampBackward0", "ClampBackward1", "ClampMaxBackward0",
+    "ClampMaxBackward1", "ClampMinBackward0", "ClampMinBackward1", "Col2ImBackward0", "ComplexBackward0",
+    "ConjBackward0", "ConjPhysicalBackward0", "ConstantPadNdBackward0", "CopyBackwards", "CopysignBackward0",
+    "CopysignBackward1", "CosBackward0", "CoshBackward0", "CummaxBackward0", "CumminBackward0",
+    "CumprodBackward0", "CumsumBackward0", "Deg2RadBackward0", "DiagEmbedBackward0", "DiagonalScatterBackward0",
+    "DivBackward1", "DivBackward3", "EluBackward1", "ErfBackward0", "ErfcBackward0",
+    "Expm1Backward0", "FlipBackward0", "FloorBackward0", "FmaxBackward0", "FminBackward0",
+    "FmodBackward0", "FusedDropoutBackward0", "GatherBackward0", "GluBackward0", "GridSampler2DBackward0",
+    "GridSampler3DBackward0", "HardshrinkBackward0", "HardsigmoidBackward0", "HardswishBackward0",
+    "HardtanhBackward0", "HuberLossBackward0", "HypotBackward0", "Im2ColBackward0", "IndexAddBackward0",
+    "IndexBackward0", "IndexCopyBackward0", "IndexFillBackward0", "IndexPutBackward0", "IndexPutImplBackward0",
+    "IndexSelectBackward0", "KthvalueBackward0", "LerpBackward0", "LerpBackward1", "LiftFreshBackward0",
+    "LinalgCrossBackward0", "Logaddexp2Backward0", "LogaddexpBackward0", "MaskedFillBackward0",
+    "MaskedFillBackward1", "MaskedScatterBackward0", "MaskedSelectBackward0", "MaxBackward0", "MaxBackward1",
+    "MaxUnpool2DBackward0", "MaximumBackward0", "MedianBackward0", "MedianBackward1", "MinBackward0",
+    "MinBackward1", "MinimumBackward0", "ModeBackward0", "MseLossBackward0", "MulBackward1",
+    "NanToNumBackward0", "NanmedianBackward0", "NarrowCopyBackward0", "NativeDropoutBackward0", "NegBackward0",
+    "PixelShuffleBackward0", "PixelUnshuffleBackward0", "PowBackward2", "PreluKernelBackward0", "ProdBackward0",
+    "ProdBackward1", "PutBackward0", "Rad2DegBackward0", "ReflectionPad3DBackward0", "RemainderBackward0",
+    "RepeatBackward0", "ReplicationPad3DBackward0", "RollBackward0", "Rot90Backward0", "RoundBackward0",
+    "RreluWithNoiseBackward0", "RsubBackward0", "RsubBackward1", "ScatterAddBackward0", "ScatterBackward0",
+    "ScatterBackward1", "SelectScatterBackward0", "SigmoidBackward0", "SignBackward0", "SinBackward0",
+    "SinhBackward0", "SliceScatterBackward0", "SmoothL1LossBackward0", "SoftMarginLossBackward0",
+    "SoftshrinkBackward0", "SortBackward0", "SortBackward1", "StackBackward0", "SubBackward0", "SubBackward1",
+    "TakeBackward0", "TanhBackward0", "ThresholdBackward0", "TopkBackward0", "TrilBackward0", "TriuBackward0",
+    "TruncBackward0", "UnsafeIndexBackward0", "UnsafeSplitBackward0", "UnsafeSplitWithSizesBackward0",
+    "UpsampleBicubic2DAaBackward0", "UpsampleBicubic2DBackward0", "UpsampleBilinear2DAaBackward0",
+    "UpsampleBilinear2DBackward0", "UpsampleLinear1DBackward0", "UpsampleNearest1DBackward0",
+    "UpsampleNearest2DBackward0", "UpsampleNearest3DBackward0", "UpsampleNearestExact2DBackward0",
+    "UpsampleTrilinear3DBackward0", "ViewAsComplexBackward0", "ViewAsRealBackward0", "WhereBackward0",
+    "XlogyBackward2",
+};
+
+/* The same, from all values along some dimensions. */
+static const char *const sums[] = {
+    "LogsumexpBackward0", "MeanBackward0", "MeanBackward1", "NansumBackward0", "SumBackward0", "SumBackward1",
+    "TraceBackward0",
+};
+
+/* The same, but where all these are small the derivative has no bound. */
+static const char *const norms[] = {
+    "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1", "NormBackward2", "NormBackward3",
+    "StdBackward0", "StdMeanBackward0", "VarBackward0", "VarMeanBackward0",
+};
+
+/* Nodes whose every value comes from many. */
+static const char *const mixes[] = {
+    "BatchNormNoUpdateBackward0", "BatchNormWithUpdateBackward0", "CudnnAttentionBackward0", "DotBackward0",
+    "EfficientAttentionBackward0", "FftC2CBackward0", "FftC2RBackward0", "FftR2CBackward0",
+    "FlashAttentionBackward0", "LogcumsumexpBackward0", "MaskedSoftmaxBackward0",
+    "NativeBatchNormLegitBackward0", "NativeBatchNormLegitBackward1",
+    "ScaledDotProductFusedAttentionOverrideableBackward0", "ThnnFusedGruCellBackward0",
+    "ThnnFusedLstmCellBackward0", "VdotBackward0",
 };
 
 /* Elementwise nodes whose derivative has no bound: beside a pole or an edge of their domain it grows, and with it the
  * error of what a product behind them has saved.  PowBackward0 is one if its exponent is less than 1. */
-static const char *const amplifiers[] = {
-    "AcosBackward0", "AcoshBackward0", "AsinBackward0", "AtanhBackward0", "DigammaBackward0", "ErfinvBackward0",
-    "LgammaBackward0", "Log10Backward0", "Log1PBackward0", "Log2Backward0", "LogBackward0", "LogitBackward0",
-    "ReciprocalBackward0", "RsqrtBackward0", "SqrtBackward0", "TanBackward0",
+static const char *const poles[] = {
+    "AcosBackward0", "AcoshBackward0", "AngleBackward0", "AsinBackward0", "Atan2Backward0", "AtanhBackward0",
+    "BinaryCrossEntropyBackward0", "DigammaBackward0", "ErfinvBackward0", "LgammaBackward0", "Log10Backward0",
+    "Log1PBackward0", "Log2Backward0", "LogBackward0", "LogitBackward0", "ReciprocalBackward0",
+    "RsqrtBackward0", "SgnBackward0", "SpecialEntrBackward0", "SqrtBackward0", "TanBackward0", "XlogyBackward1",
 };
 
-/* The same by their second argument. */
-static const char *const quotients[] = {"DivBackward0"};
+/* The same by their first argument, their second, their third. */
+static const char *const poles_0[] = {"PowBackward1"};
+static const char *const poles_1[] = {"DivBackward0", "DivBackward2", "XlogyBackward0"};
+static const char *const poles_2[] = {"AddcdivBackward0"};
 
 static const char *const families[] = {
     "linear", "matmul", "convolution", "product", "attention", "norm", "rnn", "activation", "pooling", "softmax",
@@ -172,6 +228,8 @@ int gck_family_of(const char *name)
     }
     return -1;
 }
+
+const char *gck_family_name(gck_family family) { return families[family]; }
 
 /* ---- kinds ---- */
 
@@ -213,9 +271,14 @@ static int learn_names(gck_state *state)
         status = set_named(names, (list)[i], kind);                                      \
     }
     SET(views, GCK_NODE_VIEW)
-    SET(linear, GCK_NODE_LINEAR)
-    SET(amplifiers, GCK_NODE_AMPLIFIER)
-    SET(quotients, GCK_NODE_QUOTIENT)
+    SET(plain, GCK_NODE_PLAIN)
+    SET(sums, GCK_NODE_SUM)
+    SET(norms, GCK_NODE_NORM)
+    SET(mixes, GCK_NODE_MIX)
+    SET(poles, GCK_NODE_POLE)
+    SET(poles_0, GCK_NODE_POLE_0)
+    SET(poles_1, GCK_NODE_POLE_1)
+    SET(poles_2, GCK_NODE_POLE_2)
 #undef SET
     if (status == 0 && state->node_names == NULL) {
         state->nodes_tell = PyObject_HasAttrString(state->py.saved_tensor_type, "data");

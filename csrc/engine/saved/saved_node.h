@@ -36,14 +36,20 @@ typedef struct {
     gck_family  family;
 } gck_saved_row;
 
-/* The kind of a node: the index of its first row, or one of these. */
+/* The kind of a node: the index of its first row, or one of these.  What is said of a pole holds near the
+ * values at which a product is zero. */
 enum {
-    GCK_NODE_OTHER = -1,
+    GCK_NODE_OTHER = -1,       /* nothing is known of it                                   */
     GCK_NODE_VIEW = -2,
-    GCK_NODE_LINEAR = -3,      /* its derivative by each argument is bounded, and reads no argument */
-    GCK_NODE_AMPLIFIER = -4,   /* its derivative has no bound                          */
-    GCK_NODE_QUOTIENT = -5,    /* by its second argument, likewise                     */
-    GCK_NODE_LEAF = -6,
+    GCK_NODE_PLAIN = -3,       /* each of its values comes from a few, by derivatives with a bound */
+    GCK_NODE_SUM = -4,         /* each comes from all along some dimensions, likewise      */
+    GCK_NODE_NORM = -5,        /* likewise, and the derivative has no bound if all of them are small */
+    GCK_NODE_MIX = -6,         /* each comes from many                                     */
+    GCK_NODE_POLE = -7,        /* its derivative by a value has no bound                   */
+    GCK_NODE_POLE_0 = -8,      /* likewise, but only by the first argument; the second; the third */
+    GCK_NODE_POLE_1 = -9,
+    GCK_NODE_POLE_2 = -10,
+    GCK_NODE_LEAF = -11,
 };
 
 /* The kind of this node; below GCK_NODE_LEAF with an exception. */
@@ -61,8 +67,9 @@ int gck_saved_row_is_result(const gck_saved_row *row);
  * tensor itself, where that is known. */
 PyObject *gck_node_of(gck_state *state, gck_input *in);
 
-/* The family of this name, or -1. */
+/* The family of this name, or -1; the name of a family. */
 int gck_family_of(const char *name);
+const char *gck_family_name(gck_family family);
 
 /* For Python: saved_roles(): a list of (node, argument, family or None, how it is kept). */
 PyObject *gck_saved_roles(PyObject *module, PyObject *unused);

@@ -107,7 +107,8 @@ static int tell_of(gck_state *state, PyObject *node)
     return status;
 }
 
-/* What `recent` says of this node, found out where it does not yet; FAILED. */
+/* What `recent` says of this node, found out where it does not yet; FAILED.  What another node uses is held where it
+ * is too far from the last that is, or older than what is remembered: what nothing uses could not be let go. */
 static int below(gck_state *state, PyObject *node, int depth)
 {
     const int64_t number = gck_node_number(&state->py, node);
@@ -120,23 +121,26 @@ static int below(gck_state *state, PyObject *node, int depth)
     if (recent[number % RECENT].node == node && recent[number % RECENT].number == number) {
         return recent[number % RECENT].below;
     }
-    if (depth == 0 || recent[number % RECENT].number > number) {     /* older than what is remembered */
-        return hold(state, node) < 0 ? FAILED : HELD;
+    if (depth == 0 || recent[number % RECENT].number > number) {
+        return GCK_PIN_EVERY;
     }
     edges = PyObject_GetAttr(node, state->py.names.next_functions);
     for (Py_ssize_t i = 0; edges != NULL && most != FAILED && i < PyTuple_Size(edges); i++) {
         PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
         found = next == Py_None ? 0 : below(state, next, depth - 1);
+        if (found >= GCK_PIN_EVERY) {
+            found = hold(state, next) < 0 ? FAILED : HELD;
+        }
         most = found == FAILED || (found == HELD && tell_of(state, node) < 0) ? FAILED
              : found + 1 > most ? found + 1 : most;
     }
     Py_XDECREF(edges);
-    if (edges == NULL || most == FAILED || (most >= GCK_PIN_EVERY && hold(state, node) < 0)) {
+    if (edges == NULL || most == FAILED) {
         return FAILED;
     }
     recent[number % RECENT].node = node;
     recent[number % RECENT].number = number;
-    return recent[number % RECENT].below = most >= GCK_PIN_EVERY ? HELD : most;
+    return recent[number % RECENT].below = most;
 }
 
 int gck_pins_looked(gck_state *state, PyObject *node)

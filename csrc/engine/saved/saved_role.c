@@ -66,13 +66,13 @@ static int64_t product(PyObject *sizes)
     return result;
 }
 
-int64_t gck_node_numel(const gck_py *py, PyObject *node)
+int64_t gck_node_numel(const gck_py *py, PyObject *node, Py_ssize_t result)
 {
     PyObject *list = PyObject_GetAttr(node, py->names._input_metadata);
-    PyObject *first = list != NULL ? PySequence_GetItem(list, 0) : NULL;
-    PyObject *shape = first != NULL ? PyObject_GetAttr(first, py->names.shape) : NULL;
+    PyObject *each = list != NULL ? PySequence_GetItem(list, result) : NULL;
+    PyObject *shape = each != NULL ? PyObject_GetAttr(each, py->names.shape) : NULL;
 
-    Py_XDECREF(first);
+    Py_XDECREF(each);
     Py_XDECREF(list);
     return product(shape);
 }
@@ -85,7 +85,7 @@ static int is_whole_factor(gck_state *state, PyObject *node, const gck_tensor *v
     for (int d = 0; d < view->ndim; d++) {
         values *= view->steps == NULL || view->steps[d] != 0 ? view->sizes[d] : 1;
     }
-    whole = gck_node_numel(&state->py, node);
+    whole = gck_node_numel(&state->py, node, 0);
     return whole < 0 ? -1 : values >= whole;
 }
 
@@ -96,8 +96,7 @@ static int64_t row_of(const gck_tensor *view)
          : view->ndim > 0 ? view->sizes[view->ndim - 1] : 1;
 }
 
-/* 1 when *exponent is the node's; 0: it is complex; -1. */
-static int exponent_of(const gck_py *py, PyObject *node, double *exponent)
+int gck_node_exponent(const gck_py *py, PyObject *node, double *exponent)
 {
     PyObject *value = PyObject_GetAttr(node, py->names._saved_exponent);
 
@@ -110,36 +109,9 @@ static int exponent_of(const gck_py *py, PyObject *node, double *exponent)
 static int is_small_power(const gck_py *py, PyObject *node)
 {
     double exponent;
-    const int real = exponent_of(py, node, &exponent);
+    const int real = gck_node_exponent(py, node, &exponent);
 
     return real <= 0 ? real : exponent == 2 || exponent == 3 || exponent == 4;
-}
-
-static gck_role role_of(gck_state *state, int kind)
-{
-    PyObject *attribute;
-
-    return kind >= 0 ? gck_saved_row_of(state, kind, &attribute)->role : GCK_ROLE_VALUES;
-}
-
-int gck_node_amplifies(gck_state *state, PyObject *node, int kind, Py_ssize_t edge)
-{
-    double exponent;
-    int real;
-
-    if (role_of(state, kind) == GCK_ROLE_POWER) {
-        real = exponent_of(&state->py, node, &exponent);
-        return real <= 0 ? real : exponent < 1;
-    }
-    return kind == GCK_NODE_AMPLIFIER || (kind == GCK_NODE_QUOTIENT && edge == 1);
-}
-
-int gck_node_passes_on(gck_state *state, int kind)
-{
-    const gck_role role = role_of(state, kind);
-
-    return role == GCK_ROLE_FACTOR || role == GCK_ROLE_POWER || kind == GCK_NODE_LINEAR || kind == GCK_NODE_VIEW
-        || kind == GCK_NODE_QUOTIENT;
 }
 
 /* 1 when alpha, or without it beta, is 1. */
@@ -210,8 +182,8 @@ static PyObject *dimension_of(PyObject *node)
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(dim);
 }
 
-/* *data: what the node holds as this argument, Py_None where it holds nothing; NULL: it does not
- * tell.  0 or -1. */
+/* *data: what the node holds as this argument, Py_None where it holds nothing; NULL: it does not tell.
+ * 0 or -1. */
 static int held(const gck_state *state, PyObject *node, PyObject *attribute, PyObject **data)
 {
     PyObject *raw = PyObject_GetAttr(node, attribute);
@@ -221,18 +193,33 @@ static int held(const gck_state *state, PyObject *node, PyObject *attribute, PyO
     return *data == NULL ? gck_clear_refusal() : 0;      /* it has no such argument here, or was freed */
 }
 
+gck_saved_tensor *gck_node_saved(const gck_state *state, PyObject *node, PyObject *attribute)
+{
+    PyObject *data, *inner = NULL;
+
+    if (held(state, node, attribute, &data) < 0 || data == NULL) {
+        return NULL;
+    }
+    if (Py_TYPE(data) == state->SavedTensor) {
+        return (gck_saved_tensor *)data;
+    }
+    if (data != Py_None && (inner = PyObject_GetAttr(data, state->py.names.packed)) == NULL) {
+        gck_clear_refusal();
+    }
+    Py_DECREF(data);
+    if (inner != NULL && Py_TYPE(inner) != state->SavedTensor) {
+        Py_CLEAR(inner);
+    }
+    return (gck_saved_tensor *)inner;
+}
+
 /* 1 when the attention's result is not kept, but made again; 0, -1. */
 static int is_made_again(const gck_state *state, PyObject *node)
 {
-    PyObject *data = NULL;
-    int again;
+    gck_saved_tensor *saved = state->nodes_tell ? gck_node_saved(state, node, state->py.names._raw_saved_output) : NULL;
+    const int again = saved != NULL ? saved->form.entry.kind == GCK_PACKED_OBJECT : PyErr_Occurred() ? -1 : 0;
 
-    if (state->nodes_tell && held(state, node, state->py.names._raw_saved_output, &data) < 0) {
-        return -1;
-    }
-    again = data != NULL && Py_TYPE(data) == state->SavedTensor
-         && ((gck_saved_tensor *)data)->form.entry.kind == GCK_PACKED_OBJECT;
-    Py_XDECREF(data);
+    Py_XDECREF((PyObject *)saved);
     return again;
 }
 
@@ -326,27 +313,11 @@ static int form_of(gck_state *state, const gck_saved_formats *formats, const gck
 
 /* ---- which of them is it ---- */
 
-/* 1 when this is what our hook returned, which other hooks may have put into an object of theirs; 0,
- * -1. */
-static int is_ours(const gck_state *state, PyObject *data, PyObject *packed)
-{
-    PyObject *inner;
-    int same = data == packed;
-
-    if (!same && data != Py_None && Py_TYPE(data) != state->SavedTensor) {
-        inner = PyObject_GetAttr(data, state->py.names.packed);
-        same = inner == packed;
-        Py_XDECREF(inner);
-        return inner == NULL ? gck_clear_refusal() : same;
-    }
-    return same;
-}
-
 int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObject *node, PyObject *packed,
                        gck_input *in, gck_saved_as *as)
 {
     const int kind = gck_node_kind(state, node);
-    PyObject *attribute = NULL, *data;
+    PyObject *attribute = NULL;
     const gck_saved_row *row, *first = NULL;
 
     for (int i = kind; i >= 0 && (row = gck_saved_row_of(state, i, &attribute)) != NULL; i++) {
@@ -359,11 +330,9 @@ int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObj
             continue;
         }
         if (!found) {
-            if (held(state, node, attribute, &data) < 0) {
-                return -1;
-            }
-            found = data != NULL ? is_ours(state, data, packed) : 0;
-            Py_XDECREF(data);
+            PyObject *saved = (PyObject *)gck_node_saved(state, node, attribute);
+            found = saved != NULL ? saved == packed : PyErr_Occurred() ? -1 : 0;
+            Py_XDECREF(saved);
         }
         if (found != 0) {
             return found < 0 ? -1 : form_of(state, formats, row, node, in, as);

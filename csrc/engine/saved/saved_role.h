@@ -4,6 +4,7 @@
 
 #include "torch/input.h"
 #include "engine/saved/saved_node.h"
+#include "engine/saved/saved_tensor.h"
 
 /* The codec of each family; NULL: exact. */
 typedef struct { const gck_codec *of[GCK_NFAMILIES]; } gck_saved_formats;
@@ -30,15 +31,15 @@ int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObj
 int gck_saved_as_result(gck_state *state, const gck_saved_formats *formats, PyObject *node, gck_input *in,
                         gck_saved_as *as);
 
-/* The number of values of the node's first result; -1 with an exception. */
-int64_t gck_node_numel(const gck_py *py, PyObject *node);
+/* The number of values of the node's result with this index; -1 with an exception. */
+int64_t gck_node_numel(const gck_py *py, PyObject *node, Py_ssize_t result);
 
-/* 1 when the node's derivative by its edge with this index has no bound; 0, -1.  kind: of the node. */
-int gck_node_amplifies(gck_state *state, PyObject *node, int kind, Py_ssize_t edge);
+/* 1 when *exponent is the node's; 0: it is complex; -1. */
+int gck_node_exponent(const gck_py *py, PyObject *node, double *exponent);
 
-/* 1 when the node passes such a derivative on, value by value: what it saves then has to be exact; 0.  kind: of
- * the node. */
-int gck_node_passes_on(gck_state *state, int kind);
+/* New reference: what a pack hook of ours returned for this argument, also within what other hooks made of it; NULL:
+ * nothing, or an exception. */
+gck_saved_tensor *gck_node_saved(const gck_state *state, PyObject *node, PyObject *attribute);
 
 /* Whether x, whose history is `node`, lies in the memory of a leaf, seen through views and casts: 1,
  * 0, -1. */

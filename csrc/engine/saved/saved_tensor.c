@@ -82,6 +82,11 @@ void gck_saved_form_clear(gck_saved_form *form)
     Py_CLEAR(form->view);
 }
 
+const gck_codec *gck_saved_form_codec(const gck_saved_form *form)
+{
+    return form->entry.kind == GCK_PACKED_PAYLOAD ? ((gck_payload *)form->entry.value)->codec : NULL;
+}
+
 void gck_saved_form_make_again(gck_saved_form *form, PyObject *function)
 {
     gck_saved_form before = *form;

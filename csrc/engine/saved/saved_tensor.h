@@ -26,6 +26,7 @@ typedef struct {
     int64_t    number;       /* of the node that saves it                                */
     int64_t    waits, epoch; /* bytes, while it waits, and the epoch in which they were counted */
     int        on_device;
+    int        late;         /* it was packed while searches were put off                */
 } gck_saved_tensor;
 
 /* The limits of the search: at most so many tensors wait, and so many nodes are searched.  One more
@@ -38,9 +39,14 @@ typedef struct {
     /* borrowed, oldest first: a dying entry removes itself */
     gck_saved_tensor *known[2 * GCK_WAITING_TENSORS];
     int        n, waits;                 /* how many are known, and how many of them wait   */
-    int64_t    seen[GCK_WAITING_NODES];  /* numbers of nodes plus 1, at their remainder */
-    /* the same of nodes that one search has left open, and the search */
-    int64_t    open[GCK_WAITING_NODES], open_in[GCK_WAITING_NODES], searches;
+    int        on_device;                /* the latest that waited                          */
+    int64_t    coded;                    /* the latest node whose saved tensors may have become payloads */
+    /* At the remainder of their numbers: numbers of nodes that were visited, plus 1, and the use of their results,
+     * see node_use.h. */
+    int64_t    seen[GCK_WAITING_NODES];
+    unsigned char seen_use[GCK_WAITING_NODES];
+    /* The same of nodes the use of which was open, the search, and the node that was being made then. */
+    int64_t    open[GCK_WAITING_NODES], open_in[GCK_WAITING_NODES], open_for[GCK_WAITING_NODES], searches;
 } gck_saved_list;
 
 /* New reference: a list's capsule, of its own or shared by the blocks of this thread. */
@@ -61,6 +67,9 @@ void gck_saved_list_forget(gck_saved_tensor *saved);
 gck_saved_tensor *gck_saved_tensor_new(gck_state *state);
 
 void gck_saved_form_clear(gck_saved_form *form);
+
+/* The codec of its payload; NULL: it has none. */
+const gck_codec *gck_saved_form_codec(const gck_saved_form *form);
 
 /* Keep of a tensor only the function that makes it. */
 void gck_saved_form_make_again(gck_saved_form *form, PyObject *function);

@@ -11,10 +11,13 @@
 #include "torch/input.h"
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"
-#include "engine/saved/saved_form.h"
-#include "engine/saved/saved_node.h"
+#include "engine/payload/payload.h"
+#include "engine/saved/node_use.h"
 #include "engine/saved/saved_pins.h"
 #include "engine/saved/saved_role.h"
+
+#include <stdlib.h>
+#include <string.h>
 
 /* ---- what the saving node needs ---- */
 
@@ -30,9 +33,9 @@ static void uncount(const gck_saved_tensor *saved)
     }
 }
 
-/* Settle a waiting tensor in the form that this node needs.  node NULL: it is not known; reason: why it then
- * stays.  0 or -1. */
-static int settle(gck_saved_tensor *saved, PyObject *node, int reason, int go_on, gck_batch *batch)
+/* Settle a waiting tensor in the form that this node needs; exactly: without error.  node NULL: it is not known.
+ * 0 or -1. */
+static int settle(gck_saved_tensor *saved, PyObject *node, int exactly, int go_on, gck_batch *batch)
 {
     gck_state *state = saved->state;
     PyObject *op = saved->hooks;
@@ -51,8 +54,11 @@ static int settle(gck_saved_tensor *saved, PyObject *node, int reason, int go_on
         /* else unpack raises torch's error that the values are gone */
         uncount(saved);
         status = node == NULL ? 0 : gck_saved_as_input(state, &self->formats, node, (PyObject *)saved, &in, &as);
+        if (exactly && as.codec != NULL && as.codec->max_error > 0) {
+            gck_saved_as_clear(&as);
+        }
         status = status < 0 ? -1
-               : gck_saved_form_become(self, saved, &as, &in, reason, batch);
+               : gck_saved_form_become(self, saved, &as, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT, batch);
         status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
     }
     if (go_on) {
@@ -73,7 +79,7 @@ static int settle(gck_saved_tensor *saved, PyObject *node, int reason, int go_on
 
 int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on)
 {
-    return settle(saved, NULL, GCK_SKIP_UNKNOWN, go_on, NULL);
+    return settle(saved, NULL, 0, go_on, NULL);
 }
 
 /* ---- the list ---- */
@@ -102,7 +108,7 @@ static int trim(gck_saved_list *l, int64_t number)
             gck_saved_tensor *saved = l->known[i];
             if (saved->hooks != NULL
                 && (l->waits >= GCK_WAITING_TENSORS || saved->number < number - GCK_WAITING_NODES)) {
-                status = settle(saved, NULL, GCK_SKIP_UNKNOWN, 0, NULL);    /* Python runs, and may change the list */
+                status = settle(saved, NULL, 0, 0, NULL);    /* Python runs, and may change the list */
                 break;
             }
         }
@@ -124,6 +130,7 @@ int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved)
     }
     saved->waiting = Py_NewRef(waiting);
     l->known[l->n++] = saved;
+    l->on_device = saved->hooks != NULL ? saved->on_device : l->on_device;
     l->waits += saved->hooks != NULL;
     return 0;
 }
@@ -138,7 +145,7 @@ int gck_saved_waiting_may_last(PyObject *waiting)
     int64_t bytes = 0;
     int n = 0;
 
-    for (int i = l->n - 1; n < l->waits && i >= 0; i--) {
+    for (int i = l->n - 1; l->on_device && n < l->waits && i >= 0; i--) {
         const gck_saved_tensor *saved = l->known[i];
         if (saved->hooks != NULL) {
             bytes += saved->waits;
@@ -147,18 +154,49 @@ int gck_saved_waiting_may_last(PyObject *waiting)
             }
         }
     }
-    return 1;
+    return l->on_device;
 }
 
-/* Settle what the node of this number saves; exactly: without a codec.  0 or -1. */
-static int settle_of(gck_saved_list *l, PyObject *node, int64_t number, int exactly, gck_batch *batch)
+/* A search: what it has still to visit, the last first.  far: only open uses were on the path, too many to go on
+ * waiting for their end.  pole: what amplifies. */
+typedef struct { PyObject *node; gck_use use; int far; PyTypeObject *pole; } visit;
+
+typedef struct {
+    gck_saved_hooks *self;
+    gck_saved_list  *l;
+    gck_batch        batch;
+    int64_t          end, latest;                /* settle below; the latest number of all             */
+    visit           *stack;                      /* owned; their nodes, too */
+    Py_ssize_t       n, room;
+} search;
+
+static int push(search *s, visit next)
 {
+    if (s->n == s->room) {
+        const Py_ssize_t room = s->room > 0 ? 2 * s->room : 32;
+        visit *stack = realloc(s->stack, (size_t)room * sizeof *stack);
+        if (stack == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        s->stack = stack;
+        s->room = room;
+    }
+    Py_INCREF(next.node);
+    s->stack[s->n++] = next;
+    return 0;
+}
+
+/* Settle what the node of this number saves; exactly: without error.  0 or -1. */
+static int settle_of(search *s, PyObject *node, int64_t number, int exactly)
+{
+    gck_saved_list *l = s->l;
     int status = 0;
 
     for (int i = l->n, left = l->waits; status == 0 && left > 0 && i-- > 0;) {
         left -= l->known[i]->hooks != NULL;
         if (l->known[i]->hooks != NULL && l->known[i]->number == number) {
-            status = settle(l->known[i], exactly ? NULL : node, GCK_SKIP_EXACT, 0, batch);
+            status = settle(l->known[i], node, exactly, 0, &s->batch);
             i = l->n;                            /* Python has run: the list may have changed */
             left = l->waits;
         }
@@ -166,105 +204,177 @@ static int settle_of(gck_saved_list *l, PyObject *node, int64_t number, int exac
     return status;
 }
 
-/* What uses the result of a node: nothing that amplifies an error, value by value; something that does; or that is
- * not known yet, of so many nodes on one path. */
-typedef enum { USED, AMPLIFIED, OPEN, OPEN_LAST = OPEN + 7 } use;
-
-/* The use of a node, where its result is used so and has `numel` values there.  -1 with an exception. */
-static int use_of(gck_state *state, PyObject *node, int kind, use above, int64_t numel)
+/* Return to the tensors of which this node, whose result turns out to be used by a pole, has stored payloads.
+ * 0 or -1: one of them is gone, and the pole is known. */
+static int recall(search *s, const visit *at, int kind)
 {
-    int64_t own;
+    gck_state *state = s->batch.state;
+    PyObject *attribute;
+    gck_saved_tensor *saved;
+    const gck_codec *codec;
+    const gck_saved_row *row, *first = gck_saved_row_of(state, kind, &attribute);
+    int status = 0;
 
-    if (above == USED || !gck_node_passes_on(state, kind)) {
-        return USED;
+    for (int i = kind; state->nodes_tell && status == 0 && (row = gck_saved_row_of(state, i, &attribute)) != NULL
+                       && strcmp(row->node, first->node) == 0; i++) {
+        saved = gck_node_saved(state, at->node, attribute);
+        status = saved == NULL ? (PyErr_Occurred() ? -1 : 0) : gck_saved_form_take_back(s->self, saved);
+        codec = saved != NULL && status == 0 ? gck_saved_form_codec(&saved->form) : NULL;
+        if (codec != NULL && codec->max_error > 0 && at->use == GCK_AMPLIFIED) {
+            PyObject *pole = PyType_GetName(at->pole);
+            status = -1;
+            if (pole != NULL) {
+                PyErr_Format(PyExc_RuntimeError, "gradckpt: %U amplifies the error of what %s has stored in %s; pass "
+                             "operators={'%s': None}", pole, row->node, codec->name, gck_family_name(row->family));
+            }
+            Py_XDECREF(pole);
+        }
+        Py_XDECREF((PyObject *)saved);
     }
-    own = gck_node_numel(&state->py, node);
-    return own < 0 ? -1 : own == numel && above <= OPEN_LAST ? (int)above : USED;
+    return status;
 }
 
-static int search(gck_saved_list *l, PyObject *node, int64_t number, int64_t end, use above, int64_t numel, int depth,
-                  gck_batch *batch);
-
-/* Search behind a node that is used so.  0 or -1. */
-static int search_behind(gck_saved_list *l, PyObject *node, int kind, int64_t end, use found, int depth,
-                         gck_batch *batch)
+/* Settle what the node saves, where its result is used so.  0 or -1. */
+static int settle_for(search *s, const visit *at, int kind, int64_t number, int matters)
 {
-    gck_state *state = batch->state;
-    PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
-    int64_t numel = 0;
+    const int exactly = matters && at->use != GCK_USED;
+
+    if (number < s->end && settle_of(s, at->node, number, exactly) < 0) {
+        return -1;
+    }
+    s->l->coded = matters && !exactly && number > s->l->coded ? number : s->l->coded;
+    return exactly ? recall(s, at, kind) : 0;
+}
+
+/* 1 when what saves the result of this node, or something made from it, still waits for its own node. */
+static int is_awaited(const gck_saved_list *l, int64_t number)
+{
+    const int64_t at = number % GCK_WAITING_NODES;
+
+    const int open = l->open[at] == number + 1 && l->open_for[at] != number;
+
+    for (int i = l->n, left = open ? l->waits : 0; left > 0 && i-- > 0;) {
+        left -= l->known[i]->hooks != NULL;
+        if (l->known[i]->hooks != NULL && l->known[i]->number == l->open_for[at]) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Visit what is behind the node next.  0 or -1. */
+static int go_behind(search *s, const visit *at, int kind)
+{
+    gck_state *state = s->batch.state;
+    PyObject *edges = PyObject_GetAttr(at->node, state->py.names.next_functions);
     int status = edges == NULL ? -1 : 0;
 
-    for (Py_ssize_t i = 0; status == 0 && l->waits > 0 && i < PyTuple_Size(edges); i++) {
-        PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
-        const int amplifies = next != Py_None ? gck_node_amplifies(state, node, kind, i) : 0;
-        const use behind = amplifies > 0 ? AMPLIFIED : found >= OPEN ? (use)(found + 1) : found;
-        if (amplifies < 0 || (behind != USED && numel == 0 && (numel = gck_node_numel(&state->py, node)) < 0)) {
-            status = -1;
-        } else if (next != Py_None) {
-            status = search(l, next, gck_node_number(&state->py, next), end, behind, numel, depth - 1, batch);
-        }
+    for (Py_ssize_t i = edges != NULL ? PyTuple_Size(edges) - 1 : -1; status == 0 && i >= 0; i--) {
+        PyObject *edge = PyTuple_GetItem(edges, i), *next = PyTuple_GetItem(edge, 0);
+        const int use = next != Py_None ? gck_use_behind(state, at->node, kind, edge, i, at->use) : 0;
+        const int far = at->far || use >= GCK_OPEN_LAST;
+        const visit to = {next, use < GCK_OPEN ? (gck_use)use : far ? GCK_USED : (gck_use)(use + 1), far,
+                          use == GCK_AMPLIFIED && at->use != GCK_AMPLIFIED ? Py_TYPE(at->node) : at->pole};
+        status = use < 0 ? -1 : next == Py_None ? 0 : push(s, to);
     }
     Py_XDECREF(edges);
     return status;
 }
 
-/* As gck_saved_waiting_reach().  Numbers fall from step to step, so `depth` limits the nodes that
- * are being made now. */
-static int search(gck_saved_list *l, PyObject *node, int64_t number, int64_t end, use above, int64_t numel, int depth,
-                  gck_batch *batch)
+/* Visit a node.  0 or -1. */
+static int look_at(search *s, const visit *at)
 {
-    int64_t *seen = &l->seen[number >= 0 ? number % GCK_WAITING_NODES : 0];
-    int kind, found, status = 0;
+    gck_state *state = s->batch.state;
+    gck_saved_list *l = s->l;
+    const int64_t number = gck_node_number(&state->py, at->node), place = number >= 0 ? number % GCK_WAITING_NODES : 0;
+    const int open = at->use >= GCK_OPEN;
+    int kind, matters;
 
-    if (number < 0 || number < oldest(l) || number == INT64_MAX || *seen == number + 1 || depth == 0) {
+    if (number < 0 || number == INT64_MAX || number <= s->latest - GCK_WAITING_NODES
+        || (l->seen[place] == number + 1 && (open || (gck_use)l->seen_use[place] >= at->use))
+        || (open && l->open[place] == number + 1 && l->open_in[place] == l->searches)) {
         return number < 0 ? -1 : 0;
     }
-    kind = gck_node_kind(batch->state, node);
-    found = kind < GCK_NODE_LEAF ? -1 : use_of(batch->state, node, kind, above, numel);
-    if (found >= OPEN) {                         /* once a search, or two paths to each node double with every node */
-        const int64_t at = number % GCK_WAITING_NODES;
-        if (l->open[at] == number + 1 && l->open_in[at] == l->searches) {
-            return 0;
-        }
-        l->open[at] = number + 1;
-        l->open_in[at] = l->searches;
-    } else if (found >= 0 && number < end) {
-        *seen = number + 1;
-        status = settle_of(l, node, number, found == AMPLIFIED, batch);
-    }
-    if (found < 0 || status < 0) {
+    kind = gck_node_kind(state, at->node);
+    matters = kind < GCK_NODE_LEAF ? -1 : at->use == GCK_USED ? kind >= 0 : gck_use_matters(state, at->node, kind);
+    if (matters < 0) {
         return -1;
     }
-    /* faster: where none waits, nothing else is looked for */
-    status = l->waits == 0 ? 0 : search_behind(l, node, kind, end, (use)found, depth, batch);
-    return status < 0 ? -1 : gck_pins_looked(batch->state, node);
+    if (open) {                                  /* once a search, or two paths to each node double with every node */
+        l->open[place] = number + 1;
+        l->open_in[place] = l->searches;
+        l->open_for[place] = s->end;
+    } else if (at->use == GCK_USED && !at->far && is_awaited(l, number)) {
+        return 0;
+    } else {
+        l->seen[place] = number + 1;
+        l->seen_use[place] = (unsigned char)at->use;
+    }
+    if (((!open || !matters) && settle_for(s, at, kind, number, matters) < 0) || go_behind(s, at, kind) < 0) {
+        return -1;
+    }
+    return gck_pins_looked(state, at->node);
 }
 
-int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t number, int64_t end,
-                            int open, int *tracing)
+/* As gck_saved_waiting_reach(), for one node and what is behind it. */
+static int look_from(search *s, PyObject *node, gck_use use)
 {
-    gck_saved_list *l = gck_saved_list_of(waiting);
+    int status = push(s, (visit){node, use, 0, Py_TYPE(node)});
 
-    gck_batch batch;
+    while (s->n > 0) {
+        const visit at = s->stack[--s->n];
+        status = status < 0 ? -1 : look_at(s, &at);
+        Py_DECREF(at.node);
+    }
+    return status;
+}
+
+/* What was packed while searches were put off: what it was made from is used by nodes that are not known yet.
+ * 0 or -1. */
+static int look_from_late(search *s)
+{
+    const int64_t end = s->end;
+    gck_saved_tensor *saved;
+    int status = 0;
+
+    for (int i = 0; status == 0 && (saved = gck_saved_list_known(s->self->waiting, i)) != NULL; i++) {
+        const int late = saved->hooks != NULL && saved->late;
+        PyObject *node = late ? PyObject_GetAttr(saved->form.entry.value, s->batch.state->py.names.grad_fn)
+                              : Py_NewRef(Py_None);
+        if (node != NULL && node != Py_None) {
+            saved->late = 0;
+            s->end = saved->number;
+            s->l->searches++;
+            status = look_from(s, node, GCK_OPEN);
+        }
+        status = node == NULL ? -1 : status;
+        Py_XDECREF(node);
+    }
+    s->end = end;
+    return status;
+}
+
+int gck_saved_waiting_reach(gck_saved_hooks *self, PyObject *node, int64_t number, int64_t end, int open, int *tracing)
+{
+    gck_state *state = self->packing.state;
+    gck_saved_list *l = gck_saved_list_of(self->waiting);
+    search s = {.self = self, .l = l, .end = end, .latest = end < INT64_MAX ? end : number};
     gck_error error;
-    int64_t numel;
     int status;
 
-    if (l->waits == 0) {
+    if (l->waits == 0 && l->coded <= s.latest - GCK_WAITING_NODES) {
         return 0;
     }
     if ((*tracing = gck_tracing(&state->py)) != 0) {     /* values cannot be read */
         return *tracing < 0 ? -1 : 0;
     }
-    numel = open ? gck_node_numel(&state->py, node) : 0;
-    if (numel < 0) {
-        return -1;
-    }
+    gck_batch_begin(&s.batch, state, 0);
+    status = look_from_late(&s);
     l->searches++;
-    gck_batch_begin(&batch, state, 0);
-    status = search(l, node, number, end, open ? OPEN : USED, numel, 2 * GCK_WAITING_NODES, &batch);
+    status = status < 0 ? -1 : look_from(&s, node, open ? GCK_OPEN : GCK_USED);
+    free(s.stack);
     error = gck_error_take();                    /* what was settled before needs its bytes none the less */
-    if (gck_batch_flush(&batch) < 0) {
+    if (gck_batch_flush(&s.batch) < 0) {
         status = -1;
     }
     return gck_error_return(&error) < 0 ? -1 : status;

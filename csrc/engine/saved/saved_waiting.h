@@ -5,13 +5,13 @@
 
 #include "torch/objects.h"
 #include "engine/state.h"
-#include "engine/saved/saved_tensor.h"
+#include "engine/saved/saved_form.h"
 
 /* Add `saved` to the list, until it dies or many others have followed.  0 or -1. */
 int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved);
 
 /* 1 when the search may be put off: few values wait, all on a device, where those that are settled
- * together share a launch. */
+ * together share a launch.  What waits meanwhile is `late`. */
 int gck_saved_waiting_may_last(PyObject *waiting);
 
 /* Settle a waiting tensor without knowing its node: it stays, without its graph, of which it may be
@@ -20,9 +20,8 @@ int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on);
 
 /* Settle what this node, which has this number, and those behind it save, if their numbers are below
  * `end`, because the node that is being made may be among them.  open: what uses the node's result is not
- * known yet, so what a derivative without bound may amplify goes on waiting.  *tracing: what gck_tracing()
- * said, where it was asked.  0 or -1. */
-int gck_saved_waiting_reach(PyObject *waiting, gck_state *state, PyObject *node, int64_t number, int64_t end,
-                            int open, int *tracing);
+ * known yet, so products behind it wait on.  *tracing: what gck_tracing() said, where it was asked.  0 or -1. */
+int gck_saved_waiting_reach(gck_saved_hooks *self, PyObject *node, int64_t number, int64_t end, int open,
+                            int *tracing);
 
 #endif

@@ -1,0 +1,157 @@
+/* node_use.c: follows uses through a node. */
+#include "engine/saved/node_use.h"
+
+#include "torch/calls.h"
+#include "torch/error.h"
+#include "engine/saved/saved_role.h"
+#include "engine/saved/saved_tensor.h"
+
+#include <string.h>
+
+/* Of fewer values than this their sum may be small because one of them is. */
+enum { MANY = 32 };
+
+/* ---- sums ---- */
+
+/* 1 when each value of the node's result comes from many of those behind the edge; 0; -1. */
+static int comes_from_many(gck_state *state, PyObject *node, PyObject *edge)
+{
+    const long which = PyLong_AsLong(PyTuple_GetItem(edge, 1));
+    const int64_t own = which == -1 && PyErr_Occurred() ? -1 : gck_node_numel(&state->py, node, 0);
+    const int64_t from = own < 0 ? -1 : gck_node_numel(&state->py, PyTuple_GetItem(edge, 0), which);
+
+    return from < 0 ? -1 : from >= MANY * own;
+}
+
+/* The size that the argument of this name shares with the other factor, in *size; INT64_MAX: not known.  0 or -1. */
+static int shared_size(gck_state *state, PyObject *node, const gck_saved_row *row, PyObject *attribute, int64_t *size)
+{
+    const size_t length = strlen(row->argument);
+    gck_saved_tensor *saved = gck_node_saved(state, node, attribute);
+    PyObject *shape;
+    Py_ssize_t ndim;
+
+    *size = INT64_MAX;
+    if (saved == NULL || saved->form.entry.kind == GCK_PACKED_OBJECT) {
+        Py_XDECREF((PyObject *)saved);
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    shape = PyObject_GetAttr(saved->form.entry.value, state->py.names.shape);
+    Py_DECREF((PyObject *)saved);
+    ndim = shape != NULL ? PySequence_Size(shape) : -1;
+    if (ndim >= 2 && row->family == GCK_CONVOLUTION) {           /* of a weight: what one result comes from */
+        *size = strcmp(row->argument, "weight") == 0 ? 1 : INT64_MAX;
+        for (Py_ssize_t d = 1; *size < INT64_MAX && d < ndim; d++) {
+            PyObject *each = PySequence_GetItem(shape, d);
+            *size *= each != NULL ? PyLong_AsLongLong(each) : 0;
+            Py_XDECREF(each);
+        }
+    } else if (ndim >= 2) {
+        PyObject *each = PySequence_GetItem(shape, row->argument[length - 1] == '2' ? ndim - 2 : ndim - 1);
+        *size = each != NULL ? PyLong_AsLongLong(each) : -1;
+        Py_XDECREF(each);
+    }
+    Py_XDECREF(shape);
+    return PyErr_Occurred() ? gck_clear_refusal() : 0;
+}
+
+/* 1 when each value of this product of matrices, or convolution, comes from a few values; 0; -1. */
+static int is_narrow(gck_state *state, PyObject *node, int kind)
+{
+    PyObject *attribute;
+    const gck_saved_row *row, *first = gck_saved_row_of(state, kind, &attribute);
+    int64_t size;
+    int narrow = 0;
+
+    for (int i = kind; state->nodes_tell && narrow == 0 && (row = gck_saved_row_of(state, i, &attribute)) != NULL
+                       && strcmp(row->node, first->node) == 0; i++) {
+        narrow = shared_size(state, node, row, attribute, &size) < 0 ? -1 : size < MANY;
+    }
+    return narrow;
+}
+
+/* ---- through a node ---- */
+
+/* The same of a node that has rows. */
+static int behind_row(gck_state *state, PyObject *node, int kind, PyObject *edge, gck_use above)
+{
+    PyObject *attribute;
+    const gck_saved_row *row = gck_saved_row_of(state, kind, &attribute);
+    double exponent;
+    int real;
+
+    switch (row->family) {
+    case GCK_PRODUCT:
+        real = row->role != GCK_ROLE_POWER ? 1 : gck_node_exponent(&state->py, node, &exponent);
+        return real <= 0 ? (real < 0 ? -1 : GCK_DOUBTED)
+             : row->role == GCK_ROLE_POWER && exponent < 1 ? GCK_AMPLIFIED : (int)above;
+    case GCK_LINEAR:
+    case GCK_MATMUL:
+    case GCK_CONVOLUTION:
+        real = above == GCK_USED ? 0 : is_narrow(state, node, kind);
+        return real < 0 ? -1 : real ? (int)above : GCK_USED;
+    case GCK_POOLING:
+        real = above == GCK_USED ? 1 : comes_from_many(state, node, edge);
+        return real < 0 ? -1 : real ? GCK_USED : (int)above;
+    case GCK_ACTIVATION:
+    case GCK_SIGN:
+        return above;
+    default:
+        return GCK_USED;
+    }
+}
+
+int gck_use_behind(gck_state *state, PyObject *node, int kind, PyObject *edge, Py_ssize_t index, gck_use above)
+{
+    int many;
+
+    switch (kind) {
+    case GCK_NODE_OTHER:
+        return GCK_DOUBTED;
+    case GCK_NODE_VIEW:
+    case GCK_NODE_PLAIN:
+        return above;
+    case GCK_NODE_SUM:
+    case GCK_NODE_NORM:
+        many = kind == GCK_NODE_SUM && above == GCK_USED ? 1 : comes_from_many(state, node, edge);
+        return many < 0 ? -1 : many ? GCK_USED : kind == GCK_NODE_NORM ? GCK_AMPLIFIED : (int)above;
+    case GCK_NODE_POLE:
+        return GCK_AMPLIFIED;
+    case GCK_NODE_POLE_0:
+    case GCK_NODE_POLE_1:
+    case GCK_NODE_POLE_2:
+        return index == GCK_NODE_POLE_0 - kind ? GCK_AMPLIFIED : (int)above;
+    default:
+        return kind >= 0 ? behind_row(state, node, kind, edge, above) : GCK_USED;
+    }
+}
+
+/* 1 when the node has a weight that needs a gradient: behind its second edge; 0; -1. */
+static int has_weight(gck_state *state, PyObject *node)
+{
+    PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
+    const int has = edges == NULL ? -1
+                  : PyTuple_Size(edges) > 1 && PyTuple_GetItem(PyTuple_GetItem(edges, 1), 0) != Py_None;
+
+    Py_XDECREF(edges);
+    return has;
+}
+
+int gck_use_matters(gck_state *state, PyObject *node, int kind)
+{
+    PyObject *attribute;
+    const gck_saved_row *row = kind >= 0 ? gck_saved_row_of(state, kind, &attribute) : NULL;
+
+    switch (row != NULL ? (int)row->family : -1) {
+    case GCK_PRODUCT:
+        return 1;
+    case GCK_NORM:
+        return has_weight(state, node);
+    case GCK_LINEAR:
+    case GCK_MATMUL:
+    case GCK_CONVOLUTION:
+        return is_narrow(state, node, kind);
+    default:
+        return 0;
+    }
+}
