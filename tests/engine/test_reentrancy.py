@@ -3,14 +3,16 @@ checks and unpack functions that come back to it."""
 
 import functools
 import gc
+import os
+import sys
 import threading
 
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from processes import in_child
+from processes import alone
 from test_processes import grad_of, leaf
-from test_threads import BOTH, _nothing_left_behind  # noqa: F401
+from test_threads import BOTH, CHECKPOINTS, _nothing_left_behind  # noqa: F401
 from torch.autograd.graph import saved_tensors_hooks
 
 import gradckpt
@@ -35,15 +37,15 @@ def test_hook_that_differentiates_through_its_own_region(ck, where):
     assert all(torch.equal(g, want) for g in [x.grad, *[g for g in inner if g is not None]])
 
 
-@BOTH
+@pytest.mark.parametrize("ck", CHECKPOINTS)
 def test_backwards_nested_deeper_than_one_thread_goes(ck):
     """From depth 60 on, torch runs a nested backward on another thread. After that no child of
-    this process has a backward, which other tests need."""
-    in_child(functools.partial(_nest_deeply, ck))
+    its process has a backward, which other tests need."""
+    alone(nest_deeply, ck)
 
 
-def _nest_deeply(ck):
-    threads = set()
+def nest_deeply(name):
+    ck, threads = CHECKPOINTS[name], set()
 
     class Inner(torch.autograd.Function):
         @staticmethod
@@ -109,3 +111,8 @@ def test_arguments_that_someone_finds_half_put_together(when):
         gc.unfreeze()
     assert kept
     assert torch.equal(c.grad, (a * b).sin())
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+    os._exit(0)  # the engine's threads may still be putting objects away

@@ -19,7 +19,8 @@ import gradckpt
 from gradckpt._engine.callbacks import TABLE
 
 theirs = functools.partial(torchs_checkpoint, use_reentrant=False)
-BOTH = pytest.mark.parametrize("ck", [theirs, gradckpt.checkpoint], ids=["torch", "gradckpt"])
+CHECKPOINTS = {"torch": theirs, "gradckpt": gradckpt.checkpoint}
+BOTH = pytest.mark.parametrize("ck", CHECKPOINTS.values(), ids=CHECKPOINTS)
 COMPRESS = pytest.mark.parametrize("compress", [None, "raw"])
 
 

@@ -227,7 +227,8 @@ int gck_saved_form_take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
     int64_t version;
     int status = 0;
 
-    if (of->form.entry.kind != GCK_PACKED_PAYLOAD || of->form.dtype != NULL || self->packing.outer) {
+    if (of->form.entry.kind != GCK_PACKED_PAYLOAD || of->form.storage == NULL || of->form.dtype != NULL
+        || self->packing.outer) {
         return 0;
     }
     payload = (gck_payload *)of->form.entry.value;
