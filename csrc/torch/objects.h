@@ -105,7 +105,7 @@
     CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata) CALLBACK(selective_key)           \
     CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(straight_through) CALLBACK(tensors_of)       \
     CALLBACK(through_modes) CALLBACK(together) CALLBACK(torchs_checkpoint) CALLBACK(traced_value)             \
-    CALLBACK(tracing_mode_active) CALLBACK(warn_mixing) CALLBACK(warn_unnamed)                                \
+    CALLBACK(tracing_mode_active) CALLBACK(warn_mixing) CALLBACK(warn_unnamed) CALLBACK(with_tensors)         \
     CALLBACK(without_modes)
 
 /* Attribute and method names, interned. */

@@ -104,5 +104,6 @@ TABLE: dict[str, Callable[..., Any]] = {
     "tracing_mode_active": region.tracing_mode_active,
     "warn_mixing": op_mixing.warn_mixing,
     "warn_unnamed": selective.warn_unnamed,
+    "with_tensors": selective.with_tensors,
     "without_modes": selective.without_modes,
 }

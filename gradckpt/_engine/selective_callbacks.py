@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from typing import Any
 
@@ -49,6 +50,20 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
         catch(known)
         return known.names, None
     return selective.NO_NAMES, selective.asker(known)
+
+
+def with_tensors(op: Any, args: Any) -> Any:
+    """Return an operator's arguments with tensors in place of numbers where its schema wants tensors.
+
+    None: there are none. The numbers decide no dtype, as where torch's kernels pass them.
+    """
+    given = [x for x in args if isinstance(x, torch.Tensor)]
+    sized = any(x.dim() for x in given)
+    changed = list(args)
+    for i, (x, argument) in enumerate(zip(args, op._schema.arguments, strict=False)):
+        if isinstance(x, bool | int | float | complex) and str(argument.type) in ("Tensor", "Optional[Tensor]"):
+            changed[i] = torch.tensor(x, dtype=None if sized or not given else torch.result_type(given[0], x))
+    return None if all(map(operator.is_, changed, args)) else tuple(changed)
 
 
 def call_negated(call: Any, args: Any, kwargs: Any) -> Any:

@@ -248,9 +248,9 @@ def of_case(case: Any) -> tuple[Function, list[Tensor]]:
     return function, [flat[i].detach().clone().requires_grad_() for i in places]
 
 
-#: Their gradient is not a function of their input alone; a policy that names them cannot be
-#: followed where they get a Python number; or uneven rows share a group of a product's input.
-NOT_COMPARED = ("svd_lowrank", "pca_lowrank", "linalg_eig", "_segment_reduce_lengths", "copysign", "cov")
+#: Their gradient is not a function of their input alone; or uneven rows share a group of a product's
+#: input.
+NOT_COMPARED = ("svd_lowrank", "pca_lowrank", "linalg_eig", "_segment_reduce_lengths", "cov")
 
 
 def worse_operators(part: int, parts: int, only: str, way: str) -> list[str]:

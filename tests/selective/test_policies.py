@@ -67,6 +67,28 @@ def attention(q, k, v):
     return F.scaled_dot_product_attention(q.sin(), k, v, is_causal=True).exp()
 
 
+@pytest.mark.parametrize(
+    "x", [torch.randn(8, 8), torch.randn(()), torch.randn(8, 8).half()], ids=["matrix", "scalar", "half"]
+)
+@pytest.mark.parametrize("number", [5, 2.5])
+def test_an_operator_that_kernels_call_with_a_number(x, number):
+    """``torch.remainder(x, 5)`` calls ``remainder.Tensor``. Once a policy names that, other regions go on, too."""
+    for name in ("remainder", "copysign"):
+        op = getattr(torch.ops.aten, name).Tensor
+
+        def function(t, call=getattr(torch, name)):
+            return call(t, number).sin()
+
+        expected = function(x)
+        for policy in ([op], None):
+            leaf = x.clone().requires_grad_()
+            got = gradckpt.checkpoint(function, leaf * 1, compress="int8", policy=policy)
+            assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+            assert torch.equal(got, expected)
+            got.sum().backward()
+            assert leaf.grad is not None
+
+
 @pytest.mark.parametrize("codec", [None, "lossless", "int8"])
 def test_save_attention(codec):
     """A codec that rounds keeps its output exactly, as its log-sum-exp and its arguments are."""

@@ -7,6 +7,7 @@
 #include "engine/saved/saved_node.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 enum { DEPTH = 64, RECENT = 1024, HELD = -1, FAILED = -2 };
 
@@ -14,8 +15,10 @@ enum { DEPTH = 64, RECENT = 1024, HELD = -1, FAILED = -2 };
  * longest path to one that is held, or HELD: it is one. */
 static _Thread_local struct { const PyObject *node; int64_t number; int below; } recent[RECENT];
 
+typedef struct { PyObject *node; int64_t number; } pin;
+
 struct gck_pins {
-    PyObject **nodes;                            /* owned, in the order in which they were held */
+    pin       *held;                             /* their nodes owned; the oldest node first */
     Py_ssize_t n, room;
     int        due;                              /* what used one of them has been freed  */
 };
@@ -36,9 +39,9 @@ void gck_pins_sweep(gck_state *state)
     pins->due = 0;
     error = gck_error_take();                    /* what dies may run Python, which may come here again */
     for (Py_ssize_t i = pins->n - 1; i >= 0; i = i < pins->n ? i - 1 : pins->n - 1) {
-        PyObject *node = pins->nodes[i];
+        PyObject *node = pins->held[i].node;
         if (Py_REFCNT(node) == 1) {
-            pins->nodes[i] = pins->nodes[--pins->n];
+            memmove(&pins->held[i], &pins->held[i + 1], sizeof *pins->held * (size_t)(--pins->n - i));
             Py_DECREF(node);
         }
     }
@@ -66,30 +69,32 @@ static void note(PyObject *capsule)
 
 /* ---- holding ---- */
 
-static int hold(gck_state *state, PyObject *node)
+static int hold(gck_state *state, PyObject *node, int64_t number)
 {
     struct gck_pins *pins = state->pins;
+    Py_ssize_t i;
 
-    for (Py_ssize_t i = pins != NULL ? pins->n - 1 : -1; i >= 0; i--) {
-        if (pins->nodes[i] == node) {
-            return 0;
-        }
-    }
     if (pins == NULL && (pins = state->pins = calloc(1, sizeof *pins)) == NULL) {
         PyErr_NoMemory();
         return -1;
     }
+    for (i = pins->n; i > 0 && pins->held[i - 1].number >= number; i--) {
+        if (pins->held[i - 1].node == node) {
+            return 0;
+        }
+    }
     if (pins->n == pins->room) {
         const Py_ssize_t room = pins->room > 0 ? 2 * pins->room : 64;
-        PyObject **nodes = realloc(pins->nodes, (size_t)room * sizeof *nodes);
-        if (nodes == NULL) {
+        pin *held = realloc(pins->held, (size_t)room * sizeof *held);
+        if (held == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        pins->nodes = nodes;
+        pins->held = held;
         pins->room = room;
     }
-    pins->nodes[pins->n++] = Py_NewRef(node);
+    memmove(&pins->held[i + 1], &pins->held[i], sizeof *pins->held * (size_t)(pins->n++ - i));
+    pins->held[i] = (pin){Py_NewRef(node), number};
     return 0;
 }
 
@@ -129,7 +134,7 @@ static int below(gck_state *state, PyObject *node, int depth)
         PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
         found = next == Py_None ? 0 : below(state, next, depth - 1);
         if (found >= GCK_PIN_EVERY) {
-            found = hold(state, next) < 0 ? FAILED : HELD;
+            found = hold(state, next, gck_node_number(&state->py, next)) < 0 ? FAILED : HELD;
         }
         most = found == FAILED || (found == HELD && tell_of(state, node) < 0) ? FAILED
              : found + 1 > most ? found + 1 : most;
@@ -157,10 +162,10 @@ void gck_pins_clear(gck_state *state)
 
     state->pins = NULL;
     for (Py_ssize_t i = 0; pins != NULL && i < pins->n; i++) {
-        Py_DECREF(pins->nodes[i]);
+        Py_DECREF(pins->held[i].node);
     }
     if (pins != NULL) {
-        free(pins->nodes);
+        free(pins->held);
     }
     free(pins);
 }

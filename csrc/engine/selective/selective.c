@@ -118,6 +118,31 @@ static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyOb
     return out;
 }
 
+/* Call an operator.  Kernels give each other Python numbers in place of tensors; here they arrive as numbers,
+ * which few operators take. */
+static PyObject *call_op(gck_state *state, PyObject *op, PyObject *call, PyObject *args, PyObject *kwargs)
+{
+    PyObject *out = PyObject_Call(call, args, kwargs), *tensors;
+    gck_error error;
+
+    if (out != NULL || !PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        return out;
+    }
+    error = gck_error_take();
+    tensors = PyObject_CallFunctionObjArgs(state->py.call.with_tensors, op, args, NULL);
+    if (tensors == NULL || tensors == Py_None) {
+        Py_XDECREF(tensors);
+        gck_error_return(&error);
+        return NULL;
+    }
+    Py_XDECREF(error.type);
+    Py_XDECREF(error.value);
+    Py_XDECREF(error.traceback);
+    out = PyObject_Call(call, tensors, kwargs);
+    Py_DECREF(tensors);
+    return out;
+}
+
 /* Call the operator itself, below `hit`: only stores around `hit` see it (NULL: none). */
 static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyObject *call, PyObject *args,
                             PyObject *kwargs)
@@ -130,7 +155,7 @@ static PyObject *call_below(gck_state *state, gck_active *hit, PyObject *op, PyO
         out = plain_cast(&state->py, op, args, kwargs);
     }
     if (out == NULL && !PyErr_Occurred()) {
-        out = PyObject_Call(call, args, kwargs);
+        out = call_op(state, op, call, args, kwargs);
     }
     gck_count_busy(state, hit, -1);
     if (alone && set_key(&state->py, 1) < 0) {
@@ -204,7 +229,7 @@ static int compiling(const gck_py *py)
 /* Run an operator that belongs to no store: one that we call, or one inside a torch.func transform,
  * which calls it again on the level below with the key as it was.  Where the key is off a negation
  * is pending, which torch's fallback would resolve here. */
-static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObject *kwargs)
+static PyObject *pass_on(gck_state *state, PyObject *op, PyObject *call, PyObject *args, PyObject *kwargs)
 {
     const int on = gck_is_true(PyObject_CallFunctionObjArgs(state->py.is_included, state->py.key, NULL));
     PyObject *out = NULL;
@@ -212,7 +237,7 @@ static PyObject *pass_on(gck_state *state, PyObject *call, PyObject *args, PyObj
     if (on == 0) {
         out = PyObject_CallFunction(state->py.call.call_negated, "OOO", call, args, kwargs ? kwargs : Py_None);
     } else if (on > 0 && set_key(&state->py, 0) == 0) {
-        out = PyObject_Call(call, args, kwargs);
+        out = call_op(state, op, call, args, kwargs);
         if (set_key(&state->py, 1) < 0) {
             Py_CLEAR(out);
         }
@@ -240,7 +265,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     if (hit == NULL || functorch) {
-        return pass_on(state, call, args, kwargs);
+        return pass_on(state, op, call, args, kwargs);
     }
     while (hit != NULL && (line = gck_op_storage_find(hit->store, &here)) < 0) {
         hit = gck_active_here(hit->outer, thread);
