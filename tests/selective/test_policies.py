@@ -72,7 +72,8 @@ def attention(q, k, v):
 )
 @pytest.mark.parametrize("number", [5, 2.5])
 def test_an_operator_that_kernels_call_with_a_number(x, number):
-    """``torch.remainder(x, 5)`` calls ``remainder.Tensor``. Once a policy names that, other regions go on, too."""
+    """``torch.remainder(x, 5)`` calls ``remainder.Tensor``. Once a policy names that, it is caught
+    in other regions, too."""
     for name in ("remainder", "copysign"):
         op = getattr(torch.ops.aten, name).Tensor
 
