@@ -53,7 +53,7 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
 
 
 def with_tensors(op: Any, args: Any) -> Any:
-    """Return an operator's arguments with tensors in place of numbers where its schema wants tensors.
+    """Return an operator's arguments with tensors for the numbers where its schema has tensors.
 
     None: there are none. The numbers decide no dtype, as where torch's kernels pass them.
     """

@@ -248,8 +248,8 @@ def of_case(case: Any) -> tuple[Function, list[Tensor]]:
     return function, [flat[i].detach().clone().requires_grad_() for i in places]
 
 
-#: Their gradient is not a function of their input alone; or uneven rows share a group of a product's
-#: input.
+#: Their gradient is not a function of their input alone; or uneven rows share a group of what a
+#: product has saved.
 NOT_COMPARED = ("svd_lowrank", "pca_lowrank", "linalg_eig", "_segment_reduce_lengths", "cov")
 
 
