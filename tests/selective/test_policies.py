@@ -74,10 +74,12 @@ def attention(q, k, v):
 def test_an_operator_that_kernels_call_with_a_number(x, number):
     """``torch.remainder(x, 5)`` calls ``remainder.Tensor``. Once a policy names that, it is caught
     in other regions, too."""
-    for name in ("remainder", "copysign"):
-        op = getattr(torch.ops.aten, name).Tensor
+    for op, call in (
+        (aten.remainder.Tensor, torch.remainder),
+        (aten.copysign.Tensor, torch.copysign),
+    ):
 
-        def function(t, call=getattr(torch, name)):
+        def function(t, call=call):
             return call(t, number).sin()
 
         expected = function(x)
