@@ -294,13 +294,21 @@ AMPLIFIED = {
     "matrices of one": lambda t: torch.bmm(t.view(-1, 1, 1), t.view(-1, 1, 1)).add(EPS).rsqrt(),
     "matrices of two": lambda t: torch.bmm(t.view(-1, 1, 2), t.view(-1, 2, 1)).add(EPS).rsqrt(),
     "a norm's weight": lambda t: (F.rms_norm(t, (128,), SCALE * t.mean()).square() + EPS).rsqrt(),
+    "added to a product of matrices": lambda t: torch.addmm(t * t + EPS, SQUARE, WIDE.t().abs()).rsqrt(),
+    "saturated": lambda t: (t * F.silu(t)).tanh(),
+    "a quotient": lambda t: (y := t * t) / (y.abs() + EPS),
+    "a quotient, steep first": lambda t: (y := t * t, (y.abs() + EPS).reciprocal() * y)[1],
+    "a fraction and its logarithm": lambda t: (y := t.square() + EPS) * y.log(),
+    "times something steep": lambda t: (t * t) * (t.abs() + EPS).reciprocal(),
+    "times a root": lambda t: t**3 * (t.abs() + EPS).rsqrt(),
+    "a mask that is gone": lambda t: (t * (t > 0) + 1).log(),
     "a Function of the user": lambda t: OwnPole.apply(t * t + EPS),
     "after a product of matrices": lambda t: (y := t * t, y @ WIDE, (y + EPS).rsqrt())[-1],
     "after a sine": lambda t: (y := t * t, y.sin() @ WIDE, (y + EPS).rsqrt())[-1],
     "before a sine": lambda t: (y := t * t, (y + EPS).rsqrt(), y.sin() @ WIDE)[1],
     "beside a sum": lambda t: (y := t * t, (y.sum() * 1e-9).exp() + (y + EPS).rsqrt())[-1],
 }
-WIDE, SCALE = nn.Parameter(torch.randn(128, 64)), torch.randn(128)
+WIDE, SCALE, SQUARE = nn.Parameter(torch.randn(128, 64)), torch.randn(128), torch.randn(64, 128)[:, :64].abs()
 
 
 @pytest.mark.parametrize("name", AMPLIFIED)
@@ -333,6 +341,13 @@ def test_a_product_that_a_pole_uses_later_is_taken_back_or_refused(codec):
         said = "RsqrtBackward0 amplifies the error of what MulBackward0 has stored in int8"
         with pytest.raises(RuntimeError, match=said):
             both(lambda t: function(t, False), x, config)
+        with compress_saved(config):  # also of who tries once more
+            y = (factor := x.clone().requires_grad_() * 2) * factor
+            del factor
+            (y @ WIDE) @ WIDE.t() @ WIDE
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=said):
+                    (y + EPS).rsqrt()
     assert seen[2] > 0  # behind two runs of the plain function
 
 

@@ -72,8 +72,14 @@ static int is_narrow(gck_state *state, PyObject *node, int kind)
 
 /* ---- through a node ---- */
 
+/* 1 when a product of matrices, a convolution or a norm only adds what is behind this edge. */
+static int is_added(const gck_saved_row *row, Py_ssize_t index)
+{
+    return strncmp(row->node, "Add", 3) == 0 || strncmp(row->node, "Badd", 4) == 0 ? index == 0 : index == 2;
+}
+
 /* The same of a node that has rows. */
-static int behind_row(gck_state *state, PyObject *node, int kind, PyObject *edge, gck_use above)
+static int behind_row(gck_state *state, PyObject *node, int kind, PyObject *edge, Py_ssize_t index, gck_use above)
 {
     PyObject *attribute;
     const gck_saved_row *row = gck_saved_row_of(state, kind, &attribute);
@@ -88,8 +94,10 @@ static int behind_row(gck_state *state, PyObject *node, int kind, PyObject *edge
     case GCK_LINEAR:
     case GCK_MATMUL:
     case GCK_CONVOLUTION:
-        real = above == GCK_USED ? 0 : is_narrow(state, node, kind);
+        real = above == GCK_USED ? 0 : is_added(row, index) ? 1 : is_narrow(state, node, kind);
         return real < 0 ? -1 : real ? (int)above : GCK_USED;
+    case GCK_NORM:
+        return is_added(row, index) ? above : GCK_USED;
     case GCK_POOLING:
         real = above == GCK_USED ? 1 : comes_from_many(state, node, edge);
         return real < 0 ? -1 : real ? GCK_USED : (int)above;
@@ -111,6 +119,8 @@ int gck_use_behind(gck_state *state, PyObject *node, int kind, PyObject *edge, P
     case GCK_NODE_VIEW:
     case GCK_NODE_PLAIN:
         return above;
+    case GCK_NODE_PEAK:
+        return above == GCK_AMPLIFIED ? GCK_AMPLIFIED : GCK_DOUBTED;
     case GCK_NODE_SUM:
     case GCK_NODE_NORM:
         many = kind == GCK_NODE_SUM && above == GCK_USED ? 1 : comes_from_many(state, node, edge);
@@ -122,7 +132,7 @@ int gck_use_behind(gck_state *state, PyObject *node, int kind, PyObject *edge, P
     case GCK_NODE_POLE_2:
         return index == GCK_NODE_POLE_0 - kind ? GCK_AMPLIFIED : (int)above;
     default:
-        return kind >= 0 ? behind_row(state, node, kind, edge, above) : GCK_USED;
+        return kind >= 0 ? behind_row(state, node, kind, edge, index, above) : GCK_USED;
     }
 }
 
@@ -154,4 +164,65 @@ int gck_use_matters(gck_state *state, PyObject *node, int kind)
     default:
         return 0;
     }
+}
+
+/* ---- what made a product ---- */
+
+/* A walk behind a product of so many values: how many nodes it may still visit. */
+typedef struct { int64_t numel; int left; } walk;
+
+/* 1 when the derivative of this node by what is behind the edge with this index has no bound; 0; -1. */
+static int is_steep_by(gck_state *state, PyObject *node, int kind, Py_ssize_t index)
+{
+    double exponent;
+    PyObject *attribute;
+    int real;
+
+    if (kind >= 0 && gck_saved_row_of(state, kind, &attribute)->role == GCK_ROLE_POWER) {
+        real = gck_node_exponent(&state->py, node, &exponent);
+        return real <= 0 ? real : exponent < 1;
+    }
+    return kind == GCK_NODE_POLE || (kind <= GCK_NODE_POLE_0 && kind >= GCK_NODE_POLE_2
+                                     && index == GCK_NODE_POLE_0 - kind);
+}
+
+/* 1 when something steep made this node's result, value by value; 0; -1. */
+static int is_steep(gck_state *state, PyObject *node, int kind, walk *w)
+{
+    PyObject *attribute, *edges = PyObject_GetAttr(node, state->py.names.next_functions);
+    const gck_family family = kind >= 0 ? gck_saved_row_of(state, kind, &attribute)->family : GCK_NFAMILIES;
+    const int passes = kind == GCK_NODE_VIEW || kind == GCK_NODE_PLAIN || kind == GCK_NODE_PEAK
+                    || family == GCK_PRODUCT || family == GCK_ACTIVATION || (kind >= 0 && family == GCK_SIGN)
+                    || (kind <= GCK_NODE_POLE && kind >= GCK_NODE_POLE_2);
+    int steep = edges == NULL ? -1 : 0;
+
+    for (Py_ssize_t i = 0; steep == 0 && passes && w->left > 0 && i < PyTuple_Size(edges); i++) {
+        PyObject *edge = PyTuple_GetItem(edges, i), *next = PyTuple_GetItem(edge, 0);
+        const int next_kind = next != Py_None ? gck_node_kind(state, next) : GCK_NODE_LEAF;
+        int64_t from;
+        steep = next_kind < GCK_NODE_LEAF || next_kind == GCK_NODE_LEAF ? (next_kind < GCK_NODE_LEAF ? -1 : 0)
+              : is_steep_by(state, node, kind, i);
+        if (steep > 0) {                         /* the gradient of few values sums those of many */
+            from = gck_node_numel(&state->py, next, PyLong_AsLong(PyTuple_GetItem(edge, 1)));
+            steep = from < 0 ? -1 : from > w->numel / MANY;
+        }
+        if (steep == 0 && next_kind > GCK_NODE_LEAF) {
+            w->left--;
+            steep = is_steep(state, next, next_kind, w);
+        }
+    }
+    Py_XDECREF(edges);
+    return steep;
+}
+
+int gck_made_steeply(gck_state *state, PyObject *node, int kind)
+{
+    PyObject *attribute;
+    walk w = {.numel = 0, .left = 32};
+
+    if (kind < 0 || gck_saved_row_of(state, kind, &attribute)->role != GCK_ROLE_FACTOR) {
+        return 0;
+    }
+    w.numel = gck_node_numel(&state->py, node, 0);
+    return w.numel < 0 ? -1 : is_steep(state, node, kind, &w);
 }

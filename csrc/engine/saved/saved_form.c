@@ -211,6 +211,7 @@ int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, 
     if (status == 0) {
         old = saved->form;
         saved->form = made;
+        saved->epoch = self->packing.state->epoch;
         made = old;
     }
     gck_saved_form_clear(&made);
@@ -225,7 +226,7 @@ int gck_saved_form_take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
     gck_input whole, in = {.x = NULL};
     const void *address = NULL;
     int64_t version;
-    int status = 0;
+    int status = 0, counted;
 
     if (of->form.entry.kind != GCK_PACKED_PAYLOAD || of->form.storage == NULL || of->form.dtype != NULL
         || self->packing.outer) {
@@ -238,12 +239,15 @@ int gck_saved_form_take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
         status = gck_input_read(&state->py, &whole, GCK_FACT_VERSION);
         status = status < 0 ? -1 : gck_storage_of(&state->py, whole.x, &address);
     }
+    counted = of->epoch == state->epoch;
     if (status == 0 && address == of->form.storage && version >= 0 && whole.version == version
         && of->form.entry.kind == GCK_PACKED_PAYLOAD) {
         in.x = of->form.view != NULL ? gck_saved_form_view(&of->form, whole.x) : Py_NewRef(whole.x);
         status = in.x == NULL ? -1 : gck_saved_form_become(self, of, &exact, &in, GCK_SKIP_EXACT, NULL);
-        state->stats.compressed--;
-        state->stats.eligible--;
+        if (status == 0 && counted) {
+            state->stats.compressed--;
+            state->stats.eligible--;
+        }
     }
     gck_input_clear(&whole);
     gck_input_clear(&in);

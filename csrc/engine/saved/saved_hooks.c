@@ -122,6 +122,7 @@ static int put(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *i
     if (gck_saved_form_put(self, as, in, &to->form, reason, NULL) < 0) {
         return -1;
     }
+    to->epoch = self->packing.state->epoch;
     return to->form.storage == NULL ? 0 : gck_saved_waiting_add(self->waiting, to) < 0 ? -1
          : gck_saved_form_hold(self, &to->form);
 }

@@ -116,42 +116,45 @@ static const char *const views[] = {
     "UnsqueezeBackward0", "ViewBackward0",
 };
 
-/* Nodes whose every value comes from a few values, at whatever place, by derivatives that have a bound.  Not exp: of a
- * negative argument it is largest where a product is zero. */
+/* Nodes whose every value comes from a few values, at whatever place, by derivatives that have a bound. */
 static const char *const plain[] = {
     "AbsBackward0", "AddBackward0", "AddBackward1", "AddrBackward0", "AmaxBackward0", "AminBackward0",
-    "AminmaxBackward0", "AsinhBackward0", "AtanBackward0", "BinaryCrossEntropyWithLogitsBackward0",
-    "CatBackward0", "CeilBackward0", "CeluBackward0", "ClampBackward0", "ClampBackward1", "ClampMaxBackward0",
-    "ClampMaxBackward1", "ClampMinBackward0", "ClampMinBackward1", "Col2ImBackward0", "ComplexBackward0",
-    "ConjBackward0", "ConjPhysicalBackward0", "ConstantPadNdBackward0", "CopyBackwards", "CopysignBackward0",
+    "AminmaxBackward0", "CatBackward0", "CeilBackward0", "Col2ImBackward0", "ComplexBackward0", "ConjBackward0",
+    "ConjPhysicalBackward0", "ConstantPadNdBackward0", "CopyBackwards", "CopysignBackward0",
     "CopysignBackward1", "CosBackward0", "CoshBackward0", "CummaxBackward0", "CumminBackward0",
     "CumprodBackward0", "CumsumBackward0", "Deg2RadBackward0", "DiagEmbedBackward0", "DiagonalScatterBackward0",
-    "DivBackward1", "DivBackward3", "EluBackward1", "ErfBackward0", "ErfcBackward0",
-    "Expm1Backward0", "FlipBackward0", "FloorBackward0", "FmaxBackward0", "FminBackward0",
+    "DivBackward1", "DivBackward3", "FlipBackward0", "FloorBackward0", "FmaxBackward0", "FminBackward0",
     "FmodBackward0", "FusedDropoutBackward0", "GatherBackward0", "GluBackward0", "GridSampler2DBackward0",
-    "GridSampler3DBackward0", "HardshrinkBackward0", "HardsigmoidBackward0", "HardswishBackward0",
-    "HardtanhBackward0", "HuberLossBackward0", "HypotBackward0", "Im2ColBackward0", "IndexAddBackward0",
-    "IndexBackward0", "IndexCopyBackward0", "IndexFillBackward0", "IndexPutBackward0", "IndexPutImplBackward0",
-    "IndexSelectBackward0", "KthvalueBackward0", "LerpBackward0", "LerpBackward1", "LiftFreshBackward0",
-    "LinalgCrossBackward0", "Logaddexp2Backward0", "LogaddexpBackward0", "MaskedFillBackward0",
-    "MaskedFillBackward1", "MaskedScatterBackward0", "MaskedSelectBackward0", "MaxBackward0", "MaxBackward1",
-    "MaxUnpool2DBackward0", "MaximumBackward0", "MedianBackward0", "MedianBackward1", "MinBackward0",
-    "MinBackward1", "MinimumBackward0", "ModeBackward0", "MseLossBackward0", "MulBackward1",
-    "NanToNumBackward0", "NanmedianBackward0", "NarrowCopyBackward0", "NativeDropoutBackward0", "NegBackward0",
-    "PixelShuffleBackward0", "PixelUnshuffleBackward0", "PowBackward2", "PreluKernelBackward0", "ProdBackward0",
+    "GridSampler3DBackward0", "HardshrinkBackward0", "HardswishBackward0", "HuberLossBackward0",
+    "HypotBackward0", "Im2ColBackward0", "IndexAddBackward0", "IndexBackward0", "IndexCopyBackward0",
+    "IndexFillBackward0", "IndexPutBackward0", "IndexPutImplBackward0", "IndexSelectBackward0",
+    "KthvalueBackward0", "LerpBackward0", "LerpBackward1", "LiftFreshBackward0", "LinalgCrossBackward0",
+    "MaskedFillBackward0", "MaskedFillBackward1", "MaskedScatterBackward0", "MaskedSelectBackward0",
+    "MaxBackward0", "MaxBackward1", "MaxUnpool2DBackward0", "MaximumBackward0", "MedianBackward0",
+    "MedianBackward1", "MinBackward0", "MinBackward1", "MinimumBackward0", "ModeBackward0", "MseLossBackward0",
+    "MulBackward1", "NanToNumBackward0", "NanmedianBackward0", "NarrowCopyBackward0", "NativeDropoutBackward0",
+    "NegBackward0", "PixelShuffleBackward0", "PixelUnshuffleBackward0", "PreluKernelBackward0", "ProdBackward0",
     "ProdBackward1", "PutBackward0", "Rad2DegBackward0", "ReflectionPad3DBackward0", "RemainderBackward0",
     "RepeatBackward0", "ReplicationPad3DBackward0", "RollBackward0", "Rot90Backward0", "RoundBackward0",
     "RreluWithNoiseBackward0", "RsubBackward0", "RsubBackward1", "ScatterAddBackward0", "ScatterBackward0",
-    "ScatterBackward1", "SelectScatterBackward0", "SigmoidBackward0", "SignBackward0", "SinBackward0",
-    "SinhBackward0", "SliceScatterBackward0", "SmoothL1LossBackward0", "SoftMarginLossBackward0",
-    "SoftshrinkBackward0", "SortBackward0", "SortBackward1", "StackBackward0", "SubBackward0", "SubBackward1",
-    "TakeBackward0", "TanhBackward0", "ThresholdBackward0", "TopkBackward0", "TrilBackward0", "TriuBackward0",
-    "TruncBackward0", "UnsafeIndexBackward0", "UnsafeSplitBackward0", "UnsafeSplitWithSizesBackward0",
-    "UpsampleBicubic2DAaBackward0", "UpsampleBicubic2DBackward0", "UpsampleBilinear2DAaBackward0",
-    "UpsampleBilinear2DBackward0", "UpsampleLinear1DBackward0", "UpsampleNearest1DBackward0",
-    "UpsampleNearest2DBackward0", "UpsampleNearest3DBackward0", "UpsampleNearestExact2DBackward0",
-    "UpsampleTrilinear3DBackward0", "ViewAsComplexBackward0", "ViewAsRealBackward0", "WhereBackward0",
-    "XlogyBackward2",
+    "ScatterBackward1", "SelectScatterBackward0", "SignBackward0", "SinBackward0", "SinhBackward0",
+    "SliceScatterBackward0", "SmoothL1LossBackward0", "SoftshrinkBackward0", "SortBackward0", "SortBackward1",
+    "StackBackward0", "SubBackward0", "SubBackward1", "TakeBackward0", "ThresholdBackward0", "TopkBackward0",
+    "TrilBackward0", "TriuBackward0", "TruncBackward0", "UnsafeIndexBackward0", "UnsafeSplitBackward0",
+    "UnsafeSplitWithSizesBackward0", "UpsampleBicubic2DAaBackward0", "UpsampleBicubic2DBackward0",
+    "UpsampleBilinear2DAaBackward0", "UpsampleBilinear2DBackward0", "UpsampleLinear1DBackward0",
+    "UpsampleNearest1DBackward0", "UpsampleNearest2DBackward0", "UpsampleNearest3DBackward0",
+    "UpsampleNearestExact2DBackward0", "UpsampleTrilinear3DBackward0", "ViewAsComplexBackward0",
+    "ViewAsRealBackward0", "WhereBackward0", "XlogyBackward2",
+};
+
+/* The same, where the derivative is largest where a product is zero, as of exp(-x * x), or falls to zero elsewhere. */
+static const char *const peaks[] = {
+    "AsinhBackward0", "AtanBackward0", "BinaryCrossEntropyWithLogitsBackward0", "CeluBackward0",
+    "ClampBackward0", "ClampBackward1", "ClampMaxBackward0", "ClampMaxBackward1", "ClampMinBackward0",
+    "ClampMinBackward1", "EluBackward1", "ErfBackward0", "ErfcBackward0", "Exp2Backward0", "ExpBackward0",
+    "Expm1Backward0", "HardsigmoidBackward0", "HardtanhBackward0", "Logaddexp2Backward0", "LogaddexpBackward0",
+    "PowBackward2", "SigmoidBackward0", "SoftMarginLossBackward0", "TanhBackward0",
 };
 
 /* The same, from all values along some dimensions. */
@@ -272,6 +275,7 @@ static int learn_names(gck_state *state)
     }
     SET(views, GCK_NODE_VIEW)
     SET(plain, GCK_NODE_PLAIN)
+    SET(peaks, GCK_NODE_PEAK)
     SET(sums, GCK_NODE_SUM)
     SET(norms, GCK_NODE_NORM)
     SET(mixes, GCK_NODE_MIX)

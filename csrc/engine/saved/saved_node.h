@@ -42,14 +42,15 @@ enum {
     GCK_NODE_OTHER = -1,       /* nothing is known of it                                   */
     GCK_NODE_VIEW = -2,
     GCK_NODE_PLAIN = -3,       /* each of its values comes from a few, by derivatives with a bound */
-    GCK_NODE_SUM = -4,         /* each comes from all along some dimensions, likewise      */
-    GCK_NODE_NORM = -5,        /* likewise, and the derivative has no bound if all of them are small */
-    GCK_NODE_MIX = -6,         /* each comes from many                                     */
-    GCK_NODE_POLE = -7,        /* its derivative by a value has no bound                   */
-    GCK_NODE_POLE_0 = -8,      /* likewise, but only by the first argument; the second; the third */
-    GCK_NODE_POLE_1 = -9,
-    GCK_NODE_POLE_2 = -10,
-    GCK_NODE_LEAF = -11,
+    GCK_NODE_PEAK = -4,        /* likewise, but these are largest there                    */
+    GCK_NODE_SUM = -5,         /* each comes from all along some dimensions, likewise      */
+    GCK_NODE_NORM = -6,        /* likewise, and the derivative has no bound if all of them are small */
+    GCK_NODE_MIX = -7,         /* each comes from many                                     */
+    GCK_NODE_POLE = -8,        /* its derivative by a value has no bound                   */
+    GCK_NODE_POLE_0 = -9,      /* likewise, but only by the first argument; the second; the third */
+    GCK_NODE_POLE_1 = -10,
+    GCK_NODE_POLE_2 = -11,
+    GCK_NODE_LEAF = -12,
 };
 
 /* The kind of this node; below GCK_NODE_LEAF with an exception. */

@@ -26,6 +26,7 @@ typedef struct {
     int64_t    number;       /* of the node that saves it                                */
     int64_t    waits, epoch; /* bytes, while it waits, and the epoch in which they were counted */
     int        on_device;
+    int        decided;      /* a search will settle it                                  */
     int        late;         /* it was packed while searches were put off                */
 } gck_saved_tensor;
 
@@ -45,8 +46,11 @@ typedef struct {
      * see node_use.h. */
     int64_t    seen[GCK_WAITING_NODES];
     unsigned char seen_use[GCK_WAITING_NODES];
-    /* The same of nodes the use of which was open, the search, and the node that was being made then. */
-    int64_t    open[GCK_WAITING_NODES], open_in[GCK_WAITING_NODES], open_for[GCK_WAITING_NODES], searches;
+    /* The same of nodes the use of which was open, and the node that was being made then. */
+    int64_t    open[GCK_WAITING_NODES], open_for[GCK_WAITING_NODES];
+    /* The same of products, and whether something steep made a factor. */
+    int64_t    asked[GCK_WAITING_NODES];
+    unsigned char steep[GCK_WAITING_NODES];
 } gck_saved_list;
 
 /* New reference: a list's capsule, of its own or shared by the blocks of this thread. */

@@ -157,49 +157,132 @@ int gck_saved_waiting_may_last(PyObject *waiting)
     return l->on_device;
 }
 
-/* A search: what it has still to visit, the last first.  far: only open uses were on the path, too many to go on
- * waiting for their end.  pole: what amplifies. */
-typedef struct { PyObject *node; gck_use use; int far; PyTypeObject *pole; } visit;
+/* What a search has still to visit.  far: only open uses were on the path, too many to go on waiting for their
+ * end.  pole: what amplifies. */
+typedef struct { PyObject *node; int64_t number; gck_use use; int far; PyTypeObject *pole; } visit;
 
+/* How a node's waiting tensors are to be settled. */
+typedef struct { PyObject *node; int64_t number; int exactly; } decision;
+
+/* A search visits the newest node first, so a node comes after all that use it, and settles the oldest first: views
+ * share the payload of a whole tensor that was saved before. */
 typedef struct {
     gck_saved_hooks *self;
     gck_saved_list  *l;
     gck_batch        batch;
     int64_t          end, latest;                /* settle below; the latest number of all             */
-    visit           *stack;                      /* owned; their nodes, too */
+    visit           *heap;                       /* owned; their nodes, too; the newest first */
     Py_ssize_t       n, room;
+    decision         decided[GCK_WAITING_TENSORS];   /* owned nodes                                    */
+    int              n_decided;
 } search;
 
+static void swap(visit *a, visit *b)
+{
+    const visit c = *a;
+
+    *a = *b;
+    *b = c;
+}
+
+/* Visit a node, unless it is a leaf or too old to be remembered.  0 or -1. */
 static int push(search *s, visit next)
 {
+    next.number = gck_node_number(&s->batch.state->py, next.node);
+    if (next.number < 0 || next.number == INT64_MAX || next.number <= s->latest - GCK_WAITING_NODES) {
+        return next.number < 0 ? -1 : 0;
+    }
     if (s->n == s->room) {
         const Py_ssize_t room = s->room > 0 ? 2 * s->room : 32;
-        visit *stack = realloc(s->stack, (size_t)room * sizeof *stack);
-        if (stack == NULL) {
+        visit *heap = realloc(s->heap, (size_t)room * sizeof *heap);
+        if (heap == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        s->stack = stack;
+        s->heap = heap;
         s->room = room;
     }
     Py_INCREF(next.node);
-    s->stack[s->n++] = next;
+    s->heap[s->n++] = next;
+    for (Py_ssize_t i = s->n - 1; i > 0 && s->heap[i].number > s->heap[(i - 1) / 2].number; i = (i - 1) / 2) {
+        swap(&s->heap[i], &s->heap[(i - 1) / 2]);
+    }
     return 0;
 }
 
-/* Settle what the node of this number saves; exactly: without error.  0 or -1. */
-static int settle_of(search *s, PyObject *node, int64_t number, int exactly)
+/* The newest; its reference is the caller's. */
+static visit pop_one(search *s)
+{
+    const visit top = s->heap[0];
+
+    s->heap[0] = s->heap[--s->n];
+    for (Py_ssize_t i = 0, child; (child = 2 * i + 1) < s->n; i = child) {
+        child += child + 1 < s->n && s->heap[child + 1].number > s->heap[child].number;
+        if (s->heap[child].number <= s->heap[i].number) {
+            break;
+        }
+        swap(&s->heap[child], &s->heap[i]);
+    }
+    return top;
+}
+
+/* The newest, with all uses of its result that this search has met. */
+static visit pop(search *s)
+{
+    visit top = pop_one(s);
+
+    while (s->n > 0 && s->heap[0].node == top.node) {
+        const visit other = pop_one(s);
+        const int closer = other.use >= GCK_OPEN && top.use >= GCK_OPEN ? other.use < top.use
+                         : other.use >= GCK_OPEN ? top.use == GCK_USED
+                         : top.use >= GCK_OPEN ? other.use != GCK_USED : other.use > top.use;
+        if (closer) {
+            top.use = other.use;
+            top.pole = other.pole;
+        }
+        top.far = top.far || other.far;
+        Py_DECREF(other.node);
+    }
+    return top;
+}
+
+/* What the node of this number saves is to be settled; exactly: without error. */
+static void decide(search *s, PyObject *node, int64_t number, int exactly)
+{
+    gck_saved_list *l = s->l;
+    int found = 0;
+
+    for (int i = l->n, left = l->waits; left > 0 && i-- > 0;) {
+        left -= l->known[i]->hooks != NULL;
+        if (l->known[i]->hooks != NULL && l->known[i]->number == number && !l->known[i]->decided) {
+            l->known[i]->decided = found = 1;
+        }
+    }
+    if (found) {                                 /* no more than there are tensors that wait */
+        s->decided[s->n_decided++] = (decision){Py_NewRef(node), number, exactly};
+    }
+}
+
+/* Settle what was decided; failed: nothing.  0 or -1. */
+static int settle_decided(search *s, int failed)
 {
     gck_saved_list *l = s->l;
     int status = 0;
 
-    for (int i = l->n, left = l->waits; status == 0 && left > 0 && i-- > 0;) {
-        left -= l->known[i]->hooks != NULL;
-        if (l->known[i]->hooks != NULL && l->known[i]->number == number) {
-            status = settle(l->known[i], node, exactly, 0, &s->batch);
-            i = l->n;                            /* Python has run: the list may have changed */
-            left = l->waits;
+    for (int i = 0; i < l->n; i++) {
+        l->known[i]->decided = 0;
+    }
+    while (s->n_decided > 0) {
+        const decision *d = &s->decided[--s->n_decided];
+        for (int i = l->n, left = failed || status < 0 ? 0 : l->waits; status == 0 && left > 0 && i-- > 0;) {
+            left -= l->known[i]->hooks != NULL;
+            if (l->known[i]->hooks != NULL && l->known[i]->number == d->number) {
+                status = settle(l->known[i], d->node, d->exactly, 0, &s->batch);
+                i = l->n;                        /* Python has run: the list may have changed */
+                left = l->waits;
+            }
         }
+        Py_DECREF(d->node);
     }
     return status;
 }
@@ -234,16 +317,20 @@ static int recall(search *s, const visit *at, int kind)
     return status;
 }
 
-/* Settle what the node saves, where its result is used so.  0 or -1. */
-static int settle_for(search *s, const visit *at, int kind, int64_t number, int matters)
+/* 1 when something steep made a factor of this product; 0; -1.  Found out once. */
+static int made_steeply(search *s, const visit *at, int kind)
 {
-    const int exactly = matters && at->use != GCK_USED;
+    const int64_t place = at->number % GCK_WAITING_NODES;
+    int steep;
 
-    if (number < s->end && settle_of(s, at->node, number, exactly) < 0) {
-        return -1;
+    if (s->l->asked[place] != at->number + 1) {
+        if ((steep = gck_made_steeply(s->batch.state, at->node, kind)) < 0) {
+            return -1;
+        }
+        s->l->asked[place] = at->number + 1;
+        s->l->steep[place] = (unsigned char)steep;
     }
-    s->l->coded = matters && !exactly && number > s->l->coded ? number : s->l->coded;
-    return exactly ? recall(s, at, kind) : 0;
+    return s->l->steep[place];
 }
 
 /* 1 when what saves the result of this node, or something made from it, still waits for its own node. */
@@ -255,7 +342,7 @@ static int is_awaited(const gck_saved_list *l, int64_t number)
 
     for (int i = l->n, left = open ? l->waits : 0; left > 0 && i-- > 0;) {
         left -= l->known[i]->hooks != NULL;
-        if (l->known[i]->hooks != NULL && l->known[i]->number == l->open_for[at]) {
+        if (l->known[i]->hooks != NULL && l->known[i]->number == l->open_for[at] && !l->known[i]->decided) {
             return 1;
         }
     }
@@ -269,11 +356,11 @@ static int go_behind(search *s, const visit *at, int kind)
     PyObject *edges = PyObject_GetAttr(at->node, state->py.names.next_functions);
     int status = edges == NULL ? -1 : 0;
 
-    for (Py_ssize_t i = edges != NULL ? PyTuple_Size(edges) - 1 : -1; status == 0 && i >= 0; i--) {
+    for (Py_ssize_t i = 0; status == 0 && i < PyTuple_Size(edges); i++) {
         PyObject *edge = PyTuple_GetItem(edges, i), *next = PyTuple_GetItem(edge, 0);
         const int use = next != Py_None ? gck_use_behind(state, at->node, kind, edge, i, at->use) : 0;
         const int far = at->far || use >= GCK_OPEN_LAST;
-        const visit to = {next, use < GCK_OPEN ? (gck_use)use : far ? GCK_USED : (gck_use)(use + 1), far,
+        const visit to = {next, 0, use < GCK_OPEN ? (gck_use)use : far ? GCK_USED : (gck_use)(use + 1), far,
                           use == GCK_AMPLIFIED && at->use != GCK_AMPLIFIED ? Py_TYPE(at->node) : at->pole};
         status = use < 0 ? -1 : next == Py_None ? 0 : push(s, to);
     }
@@ -286,23 +373,21 @@ static int look_at(search *s, const visit *at)
 {
     gck_state *state = s->batch.state;
     gck_saved_list *l = s->l;
-    const int64_t number = gck_node_number(&state->py, at->node), place = number >= 0 ? number % GCK_WAITING_NODES : 0;
+    const int64_t number = at->number, place = number % GCK_WAITING_NODES;
     const int open = at->use >= GCK_OPEN;
-    int kind, matters;
+    int kind, matters, exactly;
 
-    if (number < 0 || number == INT64_MAX || number <= s->latest - GCK_WAITING_NODES
-        || (l->seen[place] == number + 1 && (open || (gck_use)l->seen_use[place] >= at->use))
-        || (open && l->open[place] == number + 1 && l->open_in[place] == l->searches)) {
-        return number < 0 ? -1 : 0;
+    if (l->seen[place] == number + 1 && (open || (gck_use)l->seen_use[place] >= at->use)) {
+        return 0;
     }
     kind = gck_node_kind(state, at->node);
-    matters = kind < GCK_NODE_LEAF ? -1 : at->use == GCK_USED ? kind >= 0 : gck_use_matters(state, at->node, kind);
-    if (matters < 0) {
+    matters = kind < GCK_NODE_LEAF ? -1 : at->use == GCK_USED ? 0 : gck_use_matters(state, at->node, kind);
+    exactly = matters < 0 ? -1 : !open && matters ? 1 : made_steeply(s, at, kind);
+    if (exactly < 0) {
         return -1;
     }
-    if (open) {                                  /* once a search, or two paths to each node double with every node */
+    if (open) {
         l->open[place] = number + 1;
-        l->open_in[place] = l->searches;
         l->open_for[place] = s->end;
     } else if (at->use == GCK_USED && !at->far && is_awaited(l, number)) {
         return 0;
@@ -310,7 +395,11 @@ static int look_at(search *s, const visit *at)
         l->seen[place] = number + 1;
         l->seen_use[place] = (unsigned char)at->use;
     }
-    if (((!open || !matters) && settle_for(s, at, kind, number, matters) < 0) || go_behind(s, at, kind) < 0) {
+    if (number < s->end && (exactly || !open || !matters)) {
+        decide(s, at->node, number, exactly);
+        l->coded = kind >= 0 && !exactly && number > l->coded ? number : l->coded;
+    }
+    if ((!open && matters && recall(s, at, kind) < 0) || go_behind(s, at, kind) < 0) {
         return -1;
     }
     return gck_pins_looked(state, at->node);
@@ -319,14 +408,14 @@ static int look_at(search *s, const visit *at)
 /* As gck_saved_waiting_reach(), for one node and what is behind it. */
 static int look_from(search *s, PyObject *node, gck_use use)
 {
-    int status = push(s, (visit){node, use, 0, Py_TYPE(node)});
+    int status = push(s, (visit){node, 0, use, 0, Py_TYPE(node)});
 
     while (s->n > 0) {
-        const visit at = s->stack[--s->n];
+        const visit at = pop(s);
         status = status < 0 ? -1 : look_at(s, &at);
         Py_DECREF(at.node);
     }
-    return status;
+    return settle_decided(s, status < 0) < 0 ? -1 : status;
 }
 
 /* What was packed while searches were put off: what it was made from is used by nodes that are not known yet.
@@ -344,7 +433,6 @@ static int look_from_late(search *s)
         if (node != NULL && node != Py_None) {
             saved->late = 0;
             s->end = saved->number;
-            s->l->searches++;
             status = look_from(s, node, GCK_OPEN);
         }
         status = node == NULL ? -1 : status;
@@ -370,9 +458,11 @@ int gck_saved_waiting_reach(gck_saved_hooks *self, PyObject *node, int64_t numbe
     }
     gck_batch_begin(&s.batch, state, 0);
     status = look_from_late(&s);
-    l->searches++;
     status = status < 0 ? -1 : look_from(&s, node, open ? GCK_OPEN : GCK_USED);
-    free(s.stack);
+    free(s.heap);
+    if (status < 0) {                            /* who goes on none the less is to be told again */
+        memset(l->seen, 0, sizeof l->seen);
+    }
     error = gck_error_take();                    /* what was settled before needs its bytes none the less */
     if (gck_batch_flush(&s.batch) < 0) {
         status = -1;
