@@ -228,8 +228,8 @@ def another_plan(patch):
 
     write = budget_profiles.plan_from
 
-    def write_more(case, saved, path):
-        write(case, saved, path)
+    def write_more(case, saved, path, codecs):
+        write(case, saved, path, codecs)
         with open(path, "a") as file:
             file.write(" ")
 
