@@ -1,7 +1,7 @@
 """Plans within a budget of bytes beside real steps: what gradckpt.plan(budget=) promises.
 
     python benchmarks/bench_budget.py ROW [--models llama,gpt2] [--plans 200] [--budgets 6]
-                                          [--threads 1] [--clock processor]
+                                          [--codecs int8] [--threads 1] [--clock processor]
 
 Rows: ``peaks`` and ``times`` of random plans, predicted and measured; ``holds``: measured peaks
 within budgets, and the nearest faster plans that are not; ``error``: measured errors of gradients
@@ -118,7 +118,7 @@ def cases(o: argparse.Namespace) -> Iterator[tuple[Case, int]]:
 def peaks(o: argparse.Namespace) -> None:
     rows, all_errors = [], {"chain": [], "neighbour": [], "paper": []}
     for case, n in cases(o):
-        profile = case.profile(CODECS, measure=False)
+        profile = case.profile(o.codecs or CODECS, measure=False)
         rng = random.Random(o.seed)
         errors: dict[str, list[float]] = {key: [] for key in all_errors}
         over = []
@@ -158,7 +158,7 @@ def _spread(errors: dict[str, list[float]]) -> list[str]:
 def times(o: argparse.Namespace) -> None:
     rows, ratios = [], {"median": [], "least": []}
     for case, n in cases(o):
-        profile = case.profile(CODECS)
+        profile = case.profile(o.codecs or CODECS)
         ceiling = guards.Products(case.step)
         print(f"  {case.name}: {ceiling}")
         rng = random.Random(o.seed)
@@ -194,7 +194,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 def holds(o: argparse.Namespace) -> None:
     rows = []
     for case, _ in cases(o):
-        profile = case.profile(CODECS if o.lossy else None)
+        profile = case.profile((o.codecs or CODECS) if o.lossy else None)
         plain = profile.traces[KEEP].peak().size
         smallest = smallest_of(profile, case)
         for i in range(o.budgets):
@@ -271,7 +271,7 @@ def faster(profile: Profile, case: Case, choice: Choice, budget: int) -> list[tu
 def error(o: argparse.Namespace) -> None:
     rows = []
     for case, _ in cases(o):
-        profile = case.profile(LOSSY, limits_error=True)
+        profile = case.profile(o.codecs or LOSSY, limits_error=True)
         exact = smallest_of(profile, case, min(ERRORS) / 100)
         budget = round(exact + o.tight * (profile.traces[KEEP].peak().size - exact))
         plans = {}
@@ -320,8 +320,9 @@ def monotone(o: argparse.Namespace) -> None:
     rows = []
     for case, _ in cases(o):
         limits = [ERRORS[i] for i in ((5,) if o.quick else (0, 2, 4, 5))]
+        codecs = o.codecs or LOSSY
         torch.manual_seed(0)
-        made = case.plan(2**50, error=limits[0])
+        made = case.plan(2**50, error=limits[0], compress=codecs)
         held = sum(made.fixed.values())
         least, plain = made.smallest_budget - held, made.plain - held
         smallest, seconds = [], []
@@ -330,7 +331,7 @@ def monotone(o: argparse.Namespace) -> None:
             for i in range(o.budgets):
                 budget = least + (plain - least) * i // o.budgets
                 torch.manual_seed(0)
-                made = case.plan(f"activations:{budget}", error=limit, profile=made)
+                made = case.plan(f"activations:{budget}", error=limit, compress=codecs, profile=made)
                 row.append(made.seconds)
             seconds.append(row)
             smallest.append(made.smallest_budget - sum(made.fixed.values()))
@@ -364,6 +365,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", choices=ROWS)
     parser.add_argument("--models", default=",".join(MODELS), help="default %(default)s")
+    parser.add_argument("--codecs", default="", help="that plans may use; default: those of the row")
     for name, value in (("plans", 200), ("budgets", 6), ("rounds", ROUNDS), ("threads", 1), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value, help="default %(default)s")
     for name, value in (("width", 128), ("tokens", 256), ("batch", 2), ("layers", 12)):
@@ -375,9 +377,12 @@ def main(argv: list[str] | None = None) -> None:
     machine.add_quick(parser)
     o = parser.parse_args(argv)
     if o.quick:
-        vars(o).update({"models": "llama", "width": 64, "tokens": 64, "batch": 1, "layers": 4})
-        vars(o).update({"plans": 2, "budgets": 2, "rounds": 2})
+        layers = 2 if o.row in ("monotone", "deterministic") else FEWEST
+        codecs = "" if o.row == "error" else "int8"  # of which a plan chooses one
+        vars(o).update({"models": "llama", "codecs": codecs, "width": 64, "tokens": 64, "batch": 1})
+        vars(o).update({"layers": layers, "plans": 2, "budgets": 2, "rounds": 2})
     machine.choose(parser, o, "models", MODELS)
+    machine.choose(parser, o, "codecs", LOSSY, or_none=True)
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(o.threads)
     if o.clock == "processor":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -18,12 +19,6 @@ from gradckpt._planning import block_times, profile
 from gradckpt._planning.profile import Profile
 from gradckpt._settings import Setting
 from gradckpt._training_step import alone, step_of_batch
-
-try:
-    import diffusers
-    from diffusers.models.resnet import ResnetBlock2D
-except ImportError:
-    diffusers = None
 
 VOCABULARY = 512
 HEADS, KEYS = 4, 2
@@ -169,6 +164,9 @@ class _Denoising(torch.nn.Module):
 
 
 def unet(size: Size) -> Case:
+    import diffusers  # takes a second, and not every environment has it
+    from diffusers.models.resnet import ResnetBlock2D
+
     side = 2 * round(size.tokens**0.5)
     few, many = size.width // 2, size.width
     model = diffusers.UNet2DModel(
@@ -191,7 +189,7 @@ MODELS: dict[str, Callable[[Size], Case]] = {
 
 def case_of(name: str, size: Size) -> Case | None:
     """A model after one step, which makes its lazy buffers; None without the package it needs."""
-    if name == "unet" and diffusers is None:
+    if name == "unet" and importlib.util.find_spec("diffusers") is None:
         print("  unet: skipped, diffusers is not installed")
         return None
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from gradckpt._planning.step_profile import NoPlan
 EQUAL = 0.05  # a difference that is not claimed
 STATE = torch.get_rng_state().nbytes  # of which a first step may need one more than a later one
 PERMITTED = 0.02  # error of the lossy plans
+LOSSY = ("int8", "int6", "int4")
 
 
 class Peer:
@@ -60,7 +61,7 @@ def _plan(profile: Any, case: Any, budget: int, error: float | None, plan_of: Ca
 def beside_torch(o: argparse.Namespace, cases: Callable[..., Any], plan_of: Callable[..., Any]) -> None:
     rows = []
     for case, _ in cases(o):
-        profiles = {"exact": case.profile(), "lossy": case.profile(("int8", "int6", "int4"), limits_error=True)}
+        profiles = {"exact": case.profile(), "lossy": case.profile(o.codecs or LOSSY, limits_error=True)}
         ways: dict[tuple[str, str], Any] = {}
         sizes: dict[tuple[str, str], int] = {}
         for peer in peers_of(profiles["exact"].blocks)[: 1 if o.quick else None]:

@@ -24,29 +24,29 @@ import gradckpt
 CODECS = ["int8", "int4"]
 
 
-def plan_from(case: Case, saved: str, path: str) -> None:
+def plan_from(case: Case, saved: str, path: str, codecs: list[str]) -> None:
     """Plan from a saved plan for a budget between its smallest and what needs no checkpointing."""
     first = gradckpt.Plan.load(saved)
     budget = f"activations:{(first.plain + first.smallest_budget) // 2 - sum(first.fixed.values())}"
     torch.manual_seed(0)
-    case.plan(budget, compress=CODECS, profile=first).save(path)
+    case.plan(budget, compress=codecs, profile=first).save(path)
 
 
 def deterministic(o: argparse.Namespace, cases: Callable[..., Any]) -> None:
-    rows = []
+    rows, codecs = [], o.codecs or CODECS
     for case, _ in cases(o):
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder, "saved.json")
-            case.plan(2**50, compress=CODECS).save(saved)
+            case.plan(2**50, compress=codecs).save(saved)
             seen = {}
             for seed, threads in ((0, 1), (1, 1), (2, 2), (3, 2))[: 1 if o.quick else None]:
                 path = Path(folder, f"plan{seed}.json")
                 command = [sys.executable, __file__, case.name, str(saved), str(path), str(threads)]
-                command += [str(o.width), str(o.tokens), str(o.batch), str(o.layers)]
+                command += [",".join(codecs), str(o.width), str(o.tokens), str(o.batch), str(o.layers)]
                 subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": str(seed)})
                 seen[seed, threads] = path.read_bytes()
             here = Path(folder, "here.json")
-            plan_from(case, str(saved), str(here))
+            plan_from(case, str(saved), str(here), codecs)
             seen["here", o.threads] = here.read_bytes()
             if len(set(seen.values())) > 1:
                 _explain(list(seen.values()))
@@ -67,13 +67,13 @@ def _explain(texts: list[bytes]) -> None:
 
 
 def main() -> None:
-    name, saved, path, threads, *size = sys.argv[1:]
+    name, saved, path, threads, codecs, *size = sys.argv[1:]
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(int(threads))
     case = case_of(name, Size(*map(int, size)))
     assert case is not None
     with balanced(case):
-        plan_from(case, saved, path)
+        plan_from(case, saved, path, codecs.split(","))
 
 
 if __name__ == "__main__":

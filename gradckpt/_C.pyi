@@ -48,8 +48,10 @@ class OpOutput:
     @property
     def form(self) -> Any: ...
 
-@type_check_only
+@final
 class SavedTensor:
+    @property
+    def value(self) -> Any: ...
     def restore(self) -> torch.Tensor: ...
 
 @type_check_only

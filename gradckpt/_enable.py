@@ -67,7 +67,7 @@ def enable(
         every_n_layers: Of each selector's modules, in the model's order, checkpoint numbers 1, 1 +
             n, ...; for the layers of transformers, from 5.17 on.
         policy: The outputs inside a module that are kept instead of recomputed: a name
-            (``"save_attention"``, ``"save_attention|save_matmuls:int8"``), a
+            (``"save_matmuls:int8"``, ``"save_attention|save_matmuls"``), a
             :class:`gradckpt.policies.Policy`, or the argument of
             :func:`gradckpt.compat.create_selective_checkpoint_contexts`. It costs memory and saves
             time.

@@ -124,7 +124,7 @@ def by_name(name: str) -> Policy:
     """Return the policy that a text names.
 
     ``"save_attention"``, ``"save_matmuls:int8"`` (compressed),
-    ``"save_attention|save_matmuls:int8"``.
+    ``"save_attention|save_matmuls"``.
 
     Raises:
         ValueError: The policy or the codec is unknown; the message lists the names.

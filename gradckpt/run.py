@@ -43,7 +43,7 @@ _VALUED = ("--compress", "--policy", "--min-numel", "--stats")
 #: Of those, what each takes, and one that would do.
 _TAKES = {
     "--compress": ("a codec", "int8"),
-    "--policy": ("a policy", "save_attention"),
+    "--policy": ("a policy", "save_matmuls"),
     "--min-numel": ("a number", "1024"),
 }
 
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--policy",
         metavar="POLICY",
-        help='keep outputs inside the regions, too: "save_attention", "save_matmuls:int8", combined with "|"',
+        help='keep outputs inside the regions, too: "save_matmuls:int8"; with --compress none "save_attention"',
     )
     parser.add_argument("--fake-quantize", action="store_true", help="let the forward, too, run on the restored values")
     parser.add_argument(

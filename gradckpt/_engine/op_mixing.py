@@ -8,7 +8,6 @@ error: what should cancel does not. Torch's node types tell what each of its ope
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from gradckpt import _C
@@ -73,15 +72,20 @@ def mixing_of(op: Any) -> int:
     return found
 
 
-@functools.lru_cache(maxsize=256)
+#: Those that a warning has named, views included.
+ran_again: set[Any] = set()
+
+
 def warn_mixing(op: Any) -> None:
-    """Warn that results of the operator, which a policy keeps, are made again; of views not."""
-    if any(returned.alias_info is not None for returned in op._schema.returns):
+    """Warn once that kept results of the operator are made again; of views not."""
+    if op in ran_again:
         return
-    warn_inactive(
-        f"{op} runs again: a backward could mix its kept results with restored values; "
-        "pass compress=None or fake_quantize=True to keep them"
-    )
+    if all(returned.alias_info is None for returned in op._schema.returns):
+        warn_inactive(
+            f"{op} runs again: a backward could mix its kept results with restored values; "
+            "pass compress=None or fake_quantize=True to keep them"
+        )
+    ran_again.add(op)
 
 
 def raise_mixing(op: Any) -> None:

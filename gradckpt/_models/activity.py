@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import selective
+from gradckpt._engine.op_mixing import ran_again
 from gradckpt._engine.op_policy import SAVE, Policy
 from gradckpt._engine.user_lines import outside
 from gradckpt._stats import Stats, stats
@@ -197,7 +198,9 @@ _ADVICE = {
 def _keeps_nothing(policy: Any, s: Stats) -> bool:
     if policy is None or s["policy_outputs"]:
         return False
-    return not isinstance(policy, Policy) or any(rule.keep == SAVE for rule in policy.rules.values())
+    if not isinstance(policy, Policy):
+        return not ran_again  # of which a warning has said why
+    return any(rule.keep == SAVE for rule in policy.rules.values()) and ran_again.isdisjoint(policy.rules)
 
 
 def _why_nothing_kept(policy: Any) -> str:

@@ -24,6 +24,7 @@ from gradckpt._apart import apart
 from gradckpt._engine import parameter_hooks
 from gradckpt._engine import torch_private as private
 from gradckpt._host_random import host_random
+from gradckpt._models import activity
 from gradckpt._models.caches import is_cache, snapshot
 from gradckpt._models.ranks import RankCheck
 from gradckpt._models.regions import Region, region_of
@@ -94,7 +95,7 @@ def measure_regions(blocks: Sequence[Module], options: Sequence[Option]) -> Iter
             return
         busy = True
         try:
-            with uncounted():
+            with uncounted(), activity.unobserved():
                 trial = functools.partial(_measure, block, options, args, kwargs)
                 costs.add(block, call, apart(trial, lambda: TrainingState(block, args, kwargs)))
             logger.info("gradckpt: measured %s in %d options", type(block).__name__, len(options))

@@ -6,7 +6,9 @@ from compiled_graphs import Graphs
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import gradckpt
+from gradckpt._engine import op_mixing
 
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 LAYERS = 2
 SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": LAYERS}
 IDS = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(1))
@@ -66,16 +68,47 @@ def test_an_enabled_model_is_one_graph(family, way):
     assert step(model)[1].keys() == grads.keys()
 
 
-def test_a_policy_of_enable():
+def step_in_graphs(compress, policy=None):
+    torch._dynamo.reset()
     model, graphs = build(), Graphs()
+    gradckpt.enable(model, compress, policy=policy)
+    loss, _ = step(model, graphs.compile(model))
+    assert torch.equal(loss, step(build())[0])
+    return graphs
+
+
+def runs(name, modules):
+    """Counts an operator in graphs, also where a graph stores or sets random states around it."""
+    packet = getattr(torch.ops.aten, name)
+    called = [x for m in modules for node in m.graph.nodes for x in (node.target, *node.args)]
+    return sum(getattr(x, "overloadpacket", None) is packet for x in called)
+
+
+def test_a_policy_of_enable():
+    """Products that a policy keeps beside compressed inputs do not run again."""
     config = gradckpt.CompressionConfig("int8", min_numel=64)
-    gradckpt.enable(model, config, policy=gradckpt.policies.save_attention.compressed(config))
-    step(model, graphs.compile(model))
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert len([n for n in graphs.forward[0].graph.nodes if n.target is attention]) == LAYERS
-    assert not [n for n in graphs.backward[0].graph.nodes if n.target is attention]
-    decoded = [node.meta["val"].dim() for node in graphs.calls("decode", graphs.backward)]
-    assert sorted(decoded) == [3] * LAYERS + [4] * LAYERS  # hidden states; attention, and not its log-sum-exp
+    full, kept = (step_in_graphs(config, p) for p in (None, gradckpt.policies.save_matmuls.compressed(config)))
+    products = runs("mm", kept.forward)
+    assert products == runs("mm", full.forward) == 7 * LAYERS + 1
+    assert runs("mm", kept.backward) == 2 * products, "the gradients' alone"
+    again = runs("mm", full.backward) - 2 * products
+    assert again > 6 * LAYERS
+    decoded = [node.meta["val"].dim() for node in kept.calls("decode", kept.backward)]
+    assert sorted(decoded) == [2] * again + [3] * LAYERS  # products, hidden states
+    assert runs(ATTENTION, kept.backward) == LAYERS
+
+
+def test_a_policy_of_enable_keeps_attention_beside_exact_inputs_alone():
+    policy = gradckpt.policies.save_attention
+    for each in (policy, policy.compressed("int8")):
+        exact = step_in_graphs(None, each)
+        assert runs(ATTENTION, exact.forward) == LAYERS
+        assert runs(ATTENTION, exact.backward) == 0
+        assert not exact.payloads, "the log-sum-exp is of the exact result"
+        op_mixing.ran_again.clear()
+        with pytest.warns(gradckpt.GradckptInactiveWarning, match=f"{ATTENTION}.default runs again"):
+            rounded = step_in_graphs("int8", each)
+        assert runs(ATTENTION, rounded.forward) == runs(ATTENTION, rounded.backward) == LAYERS
 
 
 def test_replay():

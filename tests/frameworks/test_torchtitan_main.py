@@ -245,7 +245,9 @@ REGIONS = {
 @pytest.mark.parametrize("case", REGIONS)
 def test_regions_run_as_often_as_the_model_says(titan, case, compress):
     """What the model always saves runs once; so does what the configuration chooses. Dropout after
-    a saved region, and inside one, draws what it drew in the forward."""
+    a saved region, and inside one, draws what it drew in the forward. Saved regions keep their
+    arguments beside a codec that rounds, so gradients err only where one that reads the block's
+    input runs again."""
     pytest.importorskip("torch_remat", reason="torch_remat is not installed")
     fields, per_block = REGIONS[case]
     plain = step(titan)
@@ -253,4 +255,6 @@ def test_regions_run_as_often_as_the_model_says(titan, case, compress):
     assert titan.calls == {name: LAYERS * count for name, count in per_block.items()}
     assert torch.equal(found[0], plain[0])
     assert torch.equal(found[2], plain[2])
-    assert 0 < error(found, plain) < 0.02 if compress == "int8" else same(found, plain)
+    assert gradckpt.stats()["compressed"] == (0 if compress == "none" else LAYERS)
+    errs = compress == "int8" and per_block["w13"] == 2
+    assert 0 < error(found, plain) < 0.02 if errs else same(found, plain)

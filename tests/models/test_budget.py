@@ -10,6 +10,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import logging
 import pickle
 import re
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from planned_nets import LAYERS, ROWS, WIDTH, Block, Net, fixed_costs, net
 from torch import nn
 
 import gradckpt
+from gradckpt import _apart
+from gradckpt._models import activity
 from gradckpt._planning import block_times, profile
 from gradckpt._planning.budget import parse_budget
 from gradckpt._planning.options import RECOMPUTE, allowed
@@ -480,6 +483,27 @@ def test_enable_plans_in_the_first_step(monkeypatch, caplog):
     assert not handle.modules
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_measured_regions_are_no_steps_of_the_user(forks, monkeypatch):
+    """That they keep their inputs is not the user's concern, and the next steps are looked at."""
+    monkeypatch.setattr(block_times, "_LEAST", 3)
+    monkeypatch.setattr(activity, "_MANY", 1)
+    monkeypatch.setattr(_apart, "can_fork", lambda: forks and sys.platform == "linux")
+    gradckpt.stats.reset()
+    model = net(2)
+    gradckpt.enable(model, budget="1GiB")
+    Training(model).step()
+    gradckpt.disable(model)
+
+    def nothing_compressed():
+        x = torch.ones(64, 64, dtype=torch.float64, requires_grad=True) * 2
+        gradckpt.checkpoint(torch.sin, x, compress="int8").sum().backward()
+
+    nothing_compressed()
+    with pytest.warns(gradckpt.GradckptInactiveWarning, match="nothing was compressed by the second backward"):
+        nothing_compressed()
 
 
 def test_a_budget_that_no_plan_keeps_stops_before_the_optimizer(monkeypatch):

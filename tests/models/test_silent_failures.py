@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 import gradckpt  # noqa: E402
 from gradckpt import GradckptInactiveWarning, _config, policies  # noqa: E402
-from gradckpt._engine import user_lines  # noqa: E402
+from gradckpt._engine import op_mixing, user_lines  # noqa: E402
 from gradckpt._stats import compiled  # noqa: E402
 
 WIDTH = 64
@@ -29,6 +29,7 @@ STEPS = 3
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     gradckpt.stats.reset()
+    op_mixing.ran_again.clear()
     monkeypatch.setattr(compiled, "ever", False)  # by another test of this process
 
 
@@ -138,6 +139,16 @@ def save_attention_with_eager_attention():
     train(model)
 
 
+def save_attention_beside_restored_inputs(policy):
+    model = llama()
+    gradckpt.enable(model, "int8", policy=policy)
+    train(model)
+
+
+def attention(ctx, op, *args, **kwargs):
+    return policies.save() if op in policies.save_attention.rules else False
+
+
 def policy_of_operators_that_do_not_run():
     train(applied(compress=None, policy=[torch.ops.aten.convolution.default]))
 
@@ -219,6 +230,8 @@ FAILURES = [
     (collected_by_a_hook, "costs memory: the forward hook .*collect on 'blocks.0' keeps 4 of 4 .*that off, and 3 more"),
     (collected_as_hidden_states, "costs memory: output_hidden_states=True of LlamaForCausalLM keeps 4 of 4"),
     (save_attention_with_eager_attention, r"policy kept nothing .*LlamaForCausalLM has 'eager'.*'sdpa'"),
+    (functools.partial(save_attention_beside_restored_inputs, "save_attention:int8"), "attention.* runs again: .*mix"),
+    (functools.partial(save_attention_beside_restored_inputs, attention), "attention.* runs again: .*mix"),
     (policy_of_operators_that_do_not_run, "policy kept nothing .*do not call aten.convolution.default; name operators"),
     (policy_that_takes_every_other_of_one, "policy kept nothing .*often enough"),
     (policy_function_that_never_says_save, "policy kept nothing .*the function saved none"),
@@ -241,7 +254,9 @@ FAILURES = [
 
 
 def name_of(failure):
-    return getattr(failure, "__name__", None) or f"{failure.func.__name__}_{failure.args[0]}"
+    if name := getattr(failure, "__name__", None):
+        return name
+    return f"{failure.func.__name__}_{getattr(failure.args[0], '__name__', failure.args[0])}"
 
 
 @pytest.mark.parametrize(("failure", "said"), FAILURES, ids=lambda x: name_of(x) if callable(x) else "")

@@ -12,6 +12,7 @@ from test_trainer_flag import compressed_by, flag, trainer_of
 
 import gradckpt
 from gradckpt import GradckptInactiveWarning
+from gradckpt._engine import op_mixing
 from gradckpt.integrations.transformers import trainer_callback
 from gradckpt.integrations.transformers.trainer_callback import GradckptFlag
 
@@ -121,11 +122,32 @@ def test_another_library_is_in_our_place(tmp_path):
         train(model, tmp_path, **flag({"compress": "int8"}))
 
 
-def test_policy_alone_counts_when_its_value_is_ours(tmp_path):
-    for policy in ("save_attention", "save_attention|save_matmuls:int8", gradckpt.policies.save_matmuls):
-        model = build()
-        train(model, tmp_path, **flag({"policy": policy}))
-        assert vars(model)[ADAPTER].settings.context_fn is not None
+PRODUCTS = 2 * 7 * LAYERS  # of two steps
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept", "compressed"),
+    [
+        ("save_attention", 2 * 2 * LAYERS, 0),  # with its log-sum-exp
+        ("save_matmuls:int8", PRODUCTS, PRODUCTS),
+        (gradckpt.policies.save_matmuls, PRODUCTS, 0),
+    ],
+    ids=str,
+)
+def test_policy_alone_counts_when_its_value_is_ours(policy, kept, compressed, tmp_path):
+    """Inputs stay exact."""
+    gradckpt.stats.reset()
+    assert train(build(), tmp_path, **flag({"policy": policy})) == compressed
+    assert gradckpt.stats()["policy_outputs"] == kept
+    assert gradckpt.stats()["regions"] == 2 * LAYERS
+
+
+def test_policy_alone_says_what_it_does_not_keep(tmp_path):
+    op_mixing.ran_again.clear()
+    gradckpt.stats.reset()
+    with pytest.warns(GradckptInactiveWarning, match=r"flash_attention_for_cpu.default runs again"):
+        train(build(), tmp_path, **flag({"policy": "save_attention|save_matmuls:int8"}))
+    assert gradckpt.stats()["policy_outputs"] == PRODUCTS
     with pytest.raises(ValueError, match="unknown codec 'int7'"):
         trainer_of(build(), tmp_path, {"policy": "save_attention:int7"})
 
@@ -181,7 +203,7 @@ class TestOneAfterAnother:
 
     def test_other_settings(self, tmp_path):
         model = build()
-        first = {"compress": "int8", "policy": "save_attention"}
+        first = {"compress": "int8", "policy": "save_matmuls"}
         for kwargs in (first, {"compress": "fp8", "context_fn": contexts}, {"compress": "int4"}, first):
             assert train(model, tmp_path, **flag(kwargs)) == 2 * LAYERS
             assert vars(model)[ADAPTER].active.codec == gradckpt.CompressionConfig(kwargs["compress"]).codec

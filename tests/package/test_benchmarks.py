@@ -164,7 +164,7 @@ def another_codec_saves(patch):
 def other_policy(patch):
     import bench_selective
 
-    patch.setitem(bench_selective.KEEPS, "matmuls", gradckpt.policies.save_attention)
+    patch.setitem(bench_selective.KEEPS, "matmuls", gradckpt.policies.every_other_matmul)
 
 
 def peers_recompute_nothing(patch):
@@ -228,8 +228,8 @@ def another_plan(patch):
 
     write = budget_profiles.plan_from
 
-    def write_more(case, saved, path):
-        write(case, saved, path)
+    def write_more(case, saved, path, codecs):
+        write(case, saved, path, codecs)
         with open(path, "a") as file:
             file.write(" ")
 

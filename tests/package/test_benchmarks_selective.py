@@ -45,11 +45,12 @@ def test_memory_falls_in_the_order_of_what_is_kept(trial):
     order = ["no checkpointing", "gradckpt, matmuls", "gradckpt, every other matmul", "gradckpt, attention", "gradckpt"]
     kept = [rows[title]["bytes"] for title in order]
     assert kept == sorted(kept, reverse=True)
-    for keeps in ("matmuls", "attention", "every other matmul"):
+    for keeps in ("matmuls", "every other matmul"):
         families = ("gradckpt", "gradckpt, saves int8", "gradckpt, inputs and saves int8")
         kept = [rows[f"{family}, {keeps}"]["bytes"] for family in families]
         assert kept == sorted(kept, reverse=True)
         assert len(set(kept)) == 3
+    assert [title for title in rows if title.endswith("attention")] == ["torch, attention", "gradckpt, attention"]
     for keeps in ("matmuls", "attention"):
         assert rows[f"gradckpt, {keeps}"]["bytes"] < rows[f"torch, {keeps}"]["bytes"]
 

@@ -42,7 +42,7 @@ def test_help():
         ),
         (
             ["--policy", "script.py"],
-            "a policy, which script.py is not; write:\n  gradckpt run --policy save_attention s",
+            "a policy, which script.py is not; write:\n  gradckpt run --policy save_matmuls s",
         ),
         (["--min-numel", "script.py"], "a number, which script.py is not; write:\n  gradckpt run --min-numel 1024 s"),
         (["--quiet", "python", "script.py", "a b"], "this Python; write:\n  gradckpt run --quiet script.py 'a b'\n"),

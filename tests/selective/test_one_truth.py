@@ -101,7 +101,7 @@ def attend(x):
 
 
 def runs_of_attention(**options):
-    op_mixing.warn_mixing.cache_clear()
+    op_mixing.ran_again.clear()
     runs = 0
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -132,7 +132,7 @@ def test_attention_runs_again_beside_restored_inputs_and_a_warning_says_so(polic
 
 
 def test_torchs_checkpoint_within_compress_saved_restores_its_inputs_too():
-    op_mixing.warn_mixing.cache_clear()
+    op_mixing.ran_again.clear()
     contexts = gradckpt.compat.create_selective_checkpoint_contexts
 
     @gradckpt.compress_saved("int8")

@@ -125,7 +125,7 @@ static PyObject *restore(PyObject *op, PyObject *unused)
 }
 
 static PyMethodDef saved_methods[] = {
-    {"restore", restore, METH_NOARGS, "restore()\n--\n\nReturn the tensor, without history."},
+    {"restore", restore, METH_NOARGS, "restore($self, /)\n--\n\nReturn the tensor, without history."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -51,7 +51,7 @@ class CompressedRegionAC(RegionAC):  # type: ignore[misc]
         """Inputs with fewer values stay uncompressed."""
 
         policy: str = ""
-        """Outputs of operators that are kept besides, e.g. "save_attention:int8"."""
+        """Outputs of operators that are kept besides, e.g. "save_matmuls:int8"."""
 
         def __post_init__(self) -> None:
             """Accept what RegionAC refuses: preserve_rng_state and debug."""

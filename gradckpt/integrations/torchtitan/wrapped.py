@@ -61,7 +61,7 @@ class CompressedFullAC(_Compressed, FullAC):  # type: ignore[misc]
         """Inputs with fewer values stay uncompressed."""
 
         policy: str = ""
-        """Outputs that are kept, not recomputed, e.g. "save_attention|save_matmuls:int8"."""
+        """Outputs that are kept, not recomputed, e.g. "save_matmuls:int8"."""
 
 
 class CompressedSelectiveAC(_Compressed, SelectiveAC):  # type: ignore[misc]

@@ -138,8 +138,18 @@ class TestBoth:
 
 
 def test_a_policy_of_gradckpt(plain):
-    loss, gradients = step(CompressedFullAC.Config(policy="save_attention|save_matmuls:int8"))
-    assert gradckpt.stats()["encoded"] > LAYERS
+    loss, gradients = step(CompressedFullAC.Config(policy="save_matmuls:int8"))
+    assert gradckpt.stats()["policy_outputs"] == 5 * LAYERS
+    assert gradckpt.stats()["encoded"] == 6 * LAYERS
+    assert torch.equal(loss, plain[0])
+    assert 0 < error(gradients, plain[1]) < 0.02
+    loss, gradients = step(CompressedFullAC.Config(compress="none", policy="save_attention"))
+    assert gradckpt.stats()["policy_outputs"] == 2 * LAYERS  # with its log-sum-exp
+    assert torch.equal(loss, plain[0])
+    assert same(gradients, plain[1])
+    with pytest.warns(gradckpt.GradckptInactiveWarning, match="flash_attention_for_cpu.default runs again"):
+        loss, gradients = step(CompressedFullAC.Config(policy="save_attention"))
+    assert gradckpt.stats()["policy_outputs"] == 0
     assert torch.equal(loss, plain[0])
     assert 0 < error(gradients, plain[1]) < 0.02
     with pytest.raises(ValueError, match="gradckpt: "):
