@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from html import escape
 from typing import Any, NamedTuple
@@ -203,7 +204,8 @@ def page(found: Row, inside: str) -> str:
         x += 6.1 * len(LEGEND[group]) + 34
         if x > WIDTH - 130:
             x, y = 24.0, y + 18
-    words = f"{found['size']}; {found['cpu'] if 'gpu' not in found else found['gpu']}; open marks: error above "
+    chip = re.sub(r"\(\w+\)| Processor", "", found.get("gpu", found["cpu"]))  # "(R)"
+    words = f"{found['size']}; {chip}; open marks: error above "
     words += f"bf16 autocast's {found['floor']:.2%}; lines: the best of the peers (dashed) and of gradckpt"
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-labelledby="title">
