@@ -45,6 +45,7 @@
     OBJECT(top_hooks, "gradckpt._engine.torch_private", "top_hooks")                               \
     OBJECT(next_node_number, "gradckpt._engine.torch_private", "next_node_number")                 \
     OBJECT(graph_task_id, "gradckpt._engine.torch_private", "graph_task_id")                       \
+    OBJECT(running_node, "gradckpt._engine.torch_private", "running_node")                         \
     OBJECT(keeps_graph, "gradckpt._engine.torch_private", "keeps_graph")                           \
     OBJECT(graph_exec_group, "gradckpt._engine.torch_private", "graph_exec_group")                 \
     OBJECT(any_autocast, "gradckpt._engine.torch_private", "any_autocast")                         \

@@ -92,6 +92,9 @@ top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks", EVERYTH
 graph_task_id = _find("torch._C._current_graph_task_id", EVERYTHING)
 graph_exec_group = _find("torch._C._get_graph_exec_group", "GraphExecGroup", lambda: None)
 next_node_number = _find("torch._C._autograd._get_sequence_nr", "compress_saved()")
+running_node = _find(
+    "torch._C._current_autograd_node", "refusing an operator that nothing follows in compress_saved()", lambda: None
+)
 keeps_graph = _find("torch._C._autograd._get_current_graph_task_keep_graph", "a region that is one node")
 is_checkpoint_valid = _find("torch.autograd._is_checkpoint_valid", "use_reentrant=True")
 set_versions = _find("torch._C._autograd._unsafe_set_version_counter", "autograd's text for an input that was changed")

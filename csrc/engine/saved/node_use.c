@@ -109,6 +109,15 @@ static int behind_row(gck_state *state, PyObject *node, int kind, PyObject *edge
     }
 }
 
+int gck_node_may_amplify(gck_state *state, int kind)
+{
+    PyObject *attribute;
+
+    return kind == GCK_NODE_OTHER || kind == GCK_NODE_PEAK || kind == GCK_NODE_NORM
+        || (kind <= GCK_NODE_POLE && kind >= GCK_NODE_POLE_2)
+        || (kind >= 0 && gck_saved_row_of(state, kind, &attribute)->role == GCK_ROLE_POWER);
+}
+
 int gck_use_behind(gck_state *state, PyObject *node, int kind, PyObject *edge, Py_ssize_t index, gck_use above)
 {
     int many;

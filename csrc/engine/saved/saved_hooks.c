@@ -136,9 +136,7 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
     const int late = made >= 0 && gck_saved_waiting_may_last(self->waiting);
     int tracing = -1, waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
 
-    if (made >= 0 && !late) {
-        status = gck_saved_waiting_reach(self, node, made, number, 1, &tracing);
-    }
+    status = made >= 0 && !late ? gck_saved_waiting_reach(self, node, made, number, 1, &tracing) : status;
     reason = status < 0 ? -1 : judge(self, in, node, made, number, tracing, &as, &waits);
     if (reason == GCK_SKIP_EXACT && as.again != NULL) {
         gck_saved_form_make_again(&to->form, as.again);
@@ -179,12 +177,13 @@ static PyObject *pack(PyObject *op, PyObject *x)
 /* Return the tensor to autograd without history, which autograd holds itself. */
 static PyObject *unpack(PyObject *op, PyObject *packed)
 {
-    gck_state *state = ((gck_saved_hooks *)op)->packing.state;
+    gck_saved_hooks *self = (gck_saved_hooks *)op;
 
-    if (Py_TYPE(packed) != state->SavedTensor) {
+    if (Py_TYPE(packed) != self->packing.state->SavedTensor) {
         return PyErr_Format(PyExc_TypeError, "gradckpt: not a saved tensor of compress_saved(): %R", Py_TYPE(packed));
     }
-    return gck_saved_tensor_restore((gck_saved_tensor *)packed);
+    return gck_saved_waiting_restore(self, (gck_saved_tensor *)packed) < 0 ? NULL
+         : gck_saved_tensor_restore((gck_saved_tensor *)packed);
 }
 
 static PyMethodDef pack_def = {"pack", pack, METH_O, NULL};

@@ -26,6 +26,7 @@ typedef struct {
     int64_t    number;       /* of the node that saves it                                */
     int64_t    waits, epoch; /* bytes, while it waits, and the epoch in which they were counted */
     int        on_device;
+    int        unknown;      /* the node that saves it was never seen                    */
     int        decided;      /* a search will settle it                                  */
     int        late;         /* it was packed while searches were put off                */
 } gck_saved_tensor;

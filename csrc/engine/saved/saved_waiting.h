@@ -14,6 +14,10 @@ int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved);
  * together share a launch.  What waits meanwhile is `late`. */
 int gck_saved_waiting_may_last(PyObject *waiting);
 
+/* Settle a waiting tensor in the form that this node needs; exactly: without error.  node NULL: it is not known.
+ * batch: where encoding may be deferred, or NULL.  0 or -1. */
+int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactly, int go_on, gck_batch *batch);
+
 /* Settle a waiting tensor without knowing its node: it stays, without its graph, of which it may be
  * a result; go_on: and waits again.  0 or -1. */
 int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on);
@@ -23,5 +27,9 @@ int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on);
  * known yet, so products behind it wait on.  *tracing: what gck_tracing() said, where it was asked.  0 or -1. */
 int gck_saved_waiting_reach(gck_saved_hooks *self, PyObject *node, int64_t number, int64_t end, int open,
                             int *tracing);
+
+/* In a backward, before a tensor is restored of which the forward never saw what saves it: the node that runs now does.
+ * Were it known, it would have been searched from.  0 or -1. */
+int gck_saved_waiting_restore(gck_saved_hooks *self, const gck_saved_tensor *saved);
 
 #endif
