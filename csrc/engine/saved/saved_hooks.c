@@ -20,6 +20,7 @@
 #include "engine/saved/saved_node.h"
 #include "engine/saved/saved_pins.h"
 #include "engine/saved/saved_role.h"
+#include "engine/saved/saved_search.h"
 #include "engine/saved/saved_tensor.h"
 #include "engine/saved/saved_waiting.h"
 
@@ -136,7 +137,7 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
     const int late = made >= 0 && gck_saved_waiting_may_last(self->waiting);
     int tracing = -1, waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
 
-    status = made >= 0 && !late ? gck_saved_waiting_reach(self, node, made, number, 1, &tracing) : status;
+    status = made >= 0 && !late ? gck_saved_search(self, node, made, number, 1, &tracing) : status;
     reason = status < 0 ? -1 : judge(self, in, node, made, number, tracing, &as, &waits);
     if (reason == GCK_SKIP_EXACT && as.again != NULL) {
         gck_saved_form_make_again(&to->form, as.again);
@@ -182,7 +183,7 @@ static PyObject *unpack(PyObject *op, PyObject *packed)
     if (Py_TYPE(packed) != self->packing.state->SavedTensor) {
         return PyErr_Format(PyExc_TypeError, "gradckpt: not a saved tensor of compress_saved(): %R", Py_TYPE(packed));
     }
-    return gck_saved_waiting_restore(self, (gck_saved_tensor *)packed) < 0 ? NULL
+    return gck_saved_search_in_backward(self, (gck_saved_tensor *)packed) < 0 ? NULL
          : gck_saved_tensor_restore((gck_saved_tensor *)packed);
 }
 
@@ -467,7 +468,7 @@ static int look_behind(gck_saved_hooks *self, PyObject *result)
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(nodes); i++) {
         const int64_t made = gck_node_number(&state->py, PyList_GetItem(nodes, i));
         status = made < 0 ? -1
-               : gck_saved_waiting_reach(self, PyList_GetItem(nodes, i), made, INT64_MAX, 1, &tracing);
+               : gck_saved_search(self, PyList_GetItem(nodes, i), made, INT64_MAX, 1, &tracing);
     }
     Py_XDECREF(nodes);
     return status;

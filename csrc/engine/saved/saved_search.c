@@ -4,7 +4,7 @@
  * sequence number is known.  As soon as a later tensor is seen, the graph behind it is searched for
  * nodes of these numbers.  The number alone is not proof (an autograd Function may make nodes
  * before it saves): saved_role.c compares what the node holds with what the hook returned. */
-#include "engine/saved/saved_waiting.h"
+#include "engine/saved/saved_search.h"
 
 #include "torch/error.h"
 #include "torch/graph_nodes.h"
@@ -14,6 +14,7 @@
 #include "engine/saved/node_use.h"
 #include "engine/saved/saved_pins.h"
 #include "engine/saved/saved_role.h"
+#include "engine/saved/saved_waiting.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -170,7 +171,8 @@ static int recall(search *s, const visit *at, int kind)
             status = -1;
             if (pole != NULL) {
                 PyErr_Format(PyExc_RuntimeError, "gradckpt: %U amplifies the error of what %s has stored in %s; pass "
-                             "compress={'operators': {'%s': None}}", pole, row->node, codec->name, gck_family_name(row->family));
+                             "compress={'operators': {'%s': None}}", pole, row->node, codec->name,
+                             gck_family_name(row->family));
             }
             Py_XDECREF(pole);
         }
@@ -267,7 +269,7 @@ static int look_at(search *s, const visit *at)
     return s->steep ? 0 : gck_pins_looked(state, at->node);
 }
 
-/* As gck_saved_waiting_reach(), for one node and what is behind it. */
+/* As gck_saved_search(), for one node and what is behind it. */
 static int look_from(search *s, PyObject *node, gck_use use)
 {
     int status = push(s, (visit){node, 0, use, 0, Py_TYPE(node)});
@@ -304,7 +306,7 @@ static int look_from_late(search *s)
     return status;
 }
 
-int gck_saved_waiting_reach(gck_saved_hooks *self, PyObject *node, int64_t number, int64_t end, int open, int *tracing)
+int gck_saved_search(gck_saved_hooks *self, PyObject *node, int64_t number, int64_t end, int open, int *tracing)
 {
     gck_state *state = self->packing.state;
     gck_saved_list *l = gck_saved_list_of(self->waiting);
@@ -332,7 +334,7 @@ int gck_saved_waiting_reach(gck_saved_hooks *self, PyObject *node, int64_t numbe
     return gck_error_return(&error) < 0 ? -1 : status;
 }
 
-int gck_saved_waiting_restore(gck_saved_hooks *self, const gck_saved_tensor *saved)
+int gck_saved_search_in_backward(gck_saved_hooks *self, const gck_saved_tensor *saved)
 {
     gck_state *state = self->packing.state;
     search s = {.self = self, .steep = 1};

@@ -95,7 +95,7 @@ static int trim(gck_saved_list *l, int64_t number)
             gck_saved_tensor *saved = l->known[i];
             if (saved->hooks != NULL
                 && (l->waits >= GCK_WAITING_TENSORS || saved->number < number - GCK_WAITING_NODES)) {
-                status = gck_saved_waiting_settle(saved, NULL, 0, 0, NULL);    /* Python runs, and may change the list */
+                status = gck_saved_waiting_settle(saved, NULL, 0, 0, NULL);  /* Python may change the list */
                 break;
             }
         }
