@@ -15,6 +15,7 @@ import sys
 
 import numpy as np
 import pytest
+from c_structures import Dither
 from cases import case
 from codec_inputs import huge_groups
 from cuda_kernels import (
@@ -25,7 +26,6 @@ from cuda_kernels import (
     GROUP,
     SANITIZERS,
     Case,
-    Dither,
     aligned,
     build_kernels,
     build_reference,
