@@ -209,8 +209,7 @@ static int is_steep(gck_state *state, PyObject *node, int kind, walk *w)
         PyObject *edge = PyTuple_GetItem(edges, i), *next = PyTuple_GetItem(edge, 0);
         const int next_kind = next != Py_None ? gck_node_kind(state, next) : GCK_NODE_LEAF;
         int64_t from;
-        steep = next_kind < GCK_NODE_LEAF || next_kind == GCK_NODE_LEAF ? (next_kind < GCK_NODE_LEAF ? -1 : 0)
-              : is_steep_by(state, node, kind, i);
+        steep = next_kind < GCK_NODE_LEAF ? -1 : next_kind == GCK_NODE_LEAF ? 0 : is_steep_by(state, node, kind, i);
         if (steep > 0) {                         /* the gradient of few values sums those of many */
             from = gck_node_numel(&state->py, next, PyLong_AsLong(PyTuple_GetItem(edge, 1)));
             steep = from < 0 ? -1 : from > w->numel / MANY;

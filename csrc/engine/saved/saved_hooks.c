@@ -137,7 +137,7 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
     const int late = made >= 0 && gck_saved_waiting_may_last(self->waiting);
     int tracing = -1, waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
 
-    status = made >= 0 && !late ? gck_saved_search(self, node, made, number, 1, &tracing) : status;
+    status = made >= 0 && !late ? gck_saved_search(self, node, made, number, &tracing) : status;
     reason = status < 0 ? -1 : judge(self, in, node, made, number, tracing, &as, &waits);
     if (reason == GCK_SKIP_EXACT && as.again != NULL) {
         gck_saved_form_make_again(&to->form, as.again);
@@ -468,7 +468,7 @@ static int look_behind(gck_saved_hooks *self, PyObject *result)
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(nodes); i++) {
         const int64_t made = gck_node_number(&state->py, PyList_GetItem(nodes, i));
         status = made < 0 ? -1
-               : gck_saved_search(self, PyList_GetItem(nodes, i), made, INT64_MAX, 1, &tracing);
+               : gck_saved_search(self, PyList_GetItem(nodes, i), made, INT64_MAX, &tracing);
     }
     Py_XDECREF(nodes);
     return status;

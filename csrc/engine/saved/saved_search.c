@@ -201,7 +201,6 @@ static int made_steeply(search *s, const visit *at, int kind)
 static int is_awaited(const gck_saved_list *l, int64_t number)
 {
     const int64_t at = number % GCK_WAITING_NODES;
-
     const int open = l->open[at] == number + 1 && l->open_for[at] != number;
 
     for (int i = l->n, left = open ? l->waits : 0; left > 0 && i-- > 0;) {
@@ -306,7 +305,7 @@ static int look_from_late(search *s)
     return status;
 }
 
-int gck_saved_search(gck_saved_hooks *self, PyObject *node, int64_t number, int64_t end, int open, int *tracing)
+int gck_saved_search(gck_saved_hooks *self, PyObject *node, int64_t number, int64_t end, int *tracing)
 {
     gck_state *state = self->packing.state;
     gck_saved_list *l = gck_saved_list_of(self->waiting);
@@ -322,7 +321,7 @@ int gck_saved_search(gck_saved_hooks *self, PyObject *node, int64_t number, int6
     }
     gck_batch_begin(&s.batch, state, 0);
     status = look_from_late(&s);
-    status = status < 0 ? -1 : look_from(&s, node, open ? GCK_OPEN : GCK_USED);
+    status = status < 0 ? -1 : look_from(&s, node, GCK_OPEN);
     free(s.heap);
     if (status < 0) {                            /* who goes on none the less is to be told again */
         memset(l->seen, 0, sizeof l->seen);

@@ -5,9 +5,9 @@
 #include "engine/saved/saved_form.h"
 
 /* Settle what this node, which has this number, and those behind it save, if their numbers are below
- * `end`, because the node that is being made may be among them.  open: what uses the node's result is not
- * known yet, so products behind it wait on.  *tracing: what gck_tracing() said, where it was asked.  0 or -1. */
-int gck_saved_search(gck_saved_hooks *self, PyObject *node, int64_t number, int64_t end, int open, int *tracing);
+ * `end`, because the node that is being made may be among them.  What uses the node's result is
+ * not known yet, so products behind it wait on.  *tracing: what gck_tracing() said, where it was asked.  0 or -1. */
+int gck_saved_search(gck_saved_hooks *self, PyObject *node, int64_t number, int64_t end, int *tracing);
 
 /* In a backward, before a tensor is restored of which the forward never saw what saves it: the node that runs now does.
  * Were it known, it would have been searched from.  0 or -1. */
