@@ -24,6 +24,7 @@ LONGEST = 3  # of them, by what changes within, are searched
 HALVINGS = 40
 APART = 1e-7
 SMALL = 1e-6  # beside the largest value
+NOISE = 1e-11  # of a value that would be zero, but for rounding
 
 #: What may jump: bools, integers and shapes; values; gradients.
 KINDS = ("discrete", "values", "gradients")
@@ -208,7 +209,7 @@ def jumps(line: Line) -> list[Jump]:
     found: list[Jump | None] = []
     for kind in KINDS:
         scale = 1.0 if kind == "discrete" else size_of(points, kind)
-        if distance(points[0], again, kind) > 0 or scale == 0:
+        if distance(points[0], again, kind) > 0 or scale < NOISE:
             continue  # not deterministic, or nothing of that kind
         changes = [distance(points[i], points[i + 1], kind) for i in range(STEPS)]
         pieces = [i for i in sorted(range(STEPS), key=changes.__getitem__)[-LONGEST:] if changes[i] > SMALL * scale]
@@ -225,7 +226,7 @@ def is_replayed(moved: Moved, jump: Jump, replay_discrete: bool | str = True) ->
         change = distance(line(jump.before), line(jump.behind), jump.kind)
     except torch.utils.checkpoint.CheckpointError:
         return False  # other shapes are saved
-    return change <= 1e-3 * jump.size * jump.scale
+    return change <= 0.05 * jump.size * jump.scale  # next to a pole, the slope alone is some per cent
 
 
 # ---- errors ----
