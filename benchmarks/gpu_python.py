@@ -12,7 +12,7 @@ import shutil
 import sys
 import sysconfig
 
-PYTHON, TORCH = (3, 11), (2, 10)
+PYTHON, TORCH = (3, 11), (2, 11)
 
 
 def numbers(version):
@@ -31,12 +31,12 @@ def missing(module):
 
 def lacks_of_torch():
     if said := missing("torch"):
-        return [f"{said}, >= 2.10 and built with CUDA"]
+        return [f"{said}, >= 2.11 and built with CUDA"]
     import torch
 
     lacks = []
     if numbers(torch.__version__) < TORCH:
-        lacks.append(f"its torch is {torch.__version__}; install torch >= 2.10 there")
+        lacks.append(f"its torch is {torch.__version__}; install torch >= 2.11 there")
     if torch.version.cuda is None:
         lacks.append(f"its torch {torch.__version__} is built without CUDA; install one with CUDA there")
     elif not torch.cuda.is_available():

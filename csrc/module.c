@@ -315,7 +315,7 @@ static void raise_missing(const char *missing)
     PyObject *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
 
     PyErr_Clear();
-    PyErr_Format(PyExc_ImportError, "gradckpt: torch %S has no %s; run: pip install --upgrade 'torch>=2.10'",
+    PyErr_Format(PyExc_ImportError, "gradckpt: torch %S has no %s; run: pip install --upgrade 'torch>=2.11'",
                  version ? version : Py_None, missing);
     Py_XDECREF(torch);
     Py_XDECREF(version);
@@ -332,7 +332,7 @@ static int load_torch(void)
 
     if (torch == NULL && PyErr_ExceptionMatches(PyExc_ModuleNotFoundError)) {
         PyErr_Clear();
-        PyErr_SetString(PyExc_ImportError, "gradckpt: torch is not installed; run: pip install 'torch>=2.10'");
+        PyErr_SetString(PyExc_ImportError, "gradckpt: torch is not installed; run: pip install 'torch>=2.11'");
     } else if (torch != NULL && file == NULL) {
         gck_clear_attribute_error();
     }

@@ -75,6 +75,7 @@ class Choice(TypedDict):
 @disjoint_base
 class Context:
     storage: Any
+    respect_saved_tensors_hooks: bool | None
     def __init__(self, store: Any, by_key: bool, replay: bool, /) -> None: ...
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: Any) -> Any: ...
@@ -94,6 +95,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     buffers: str | Module | Sequence[Module] | None = None,
     **kwargs: Any,
 ) -> _R: ...
@@ -108,6 +110,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     buffers: str | Module | Sequence[Module] | None = None,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 def compat_checkpoint(
@@ -118,6 +121,7 @@ def compat_checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> _R: ...
 

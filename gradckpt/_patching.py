@@ -44,6 +44,22 @@ R = TypeVar("R")
 PATIENCE = 2
 
 
+def _is_torchs(function: Any) -> bool:
+    return getattr(inspect.unwrap(function), "__globals__", None) is vars(torch_checkpoint)
+
+
+def _torchs_own(name: str) -> Any:
+    """Return that function of torch, without torch's decorators."""
+    function = inspect.unwrap(getattr(torch_checkpoint, name))
+    if not _is_torchs(function) or function.__closure__:
+        found = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+        raise RuntimeError(
+            f"gradckpt: torch.utils.checkpoint.{name} is {found}, not torch's own function; undo that replacement "
+            "before patched()"
+        )
+    return function
+
+
 class _Body:
     """One of torch's functions, whose body can be exchanged and put back."""
 
@@ -56,13 +72,7 @@ class _Body:
 
     def find(self) -> tuple[Any, Any]:
         """Return torch's function and a copy of it that keeps its body."""
-        function = inspect.unwrap(getattr(torch_checkpoint, self.name))
-        if getattr(function, "__globals__", None) is not vars(torch_checkpoint) or function.__closure__:
-            name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
-            raise RuntimeError(
-                f"gradckpt: torch.utils.checkpoint.{self.name} is {name}, not torch's own function; undo that "
-                "replacement before patched()"
-            )
+        function = _torchs_own(self.name)
         if function.__code__ is not self.code:
             stock = types.FunctionType(function.__code__, function.__globals__, self.name, function.__defaults__)
             stock.__kwdefaults__ = function.__kwdefaults__
@@ -90,8 +100,20 @@ class _Body:
 class _Checkpoint(_Body):
     """torch's checkpoint, which regions that replay discrete operators also exchange."""
 
+    def find(self) -> tuple[Any, Any]:
+        _torchs_own("checkpoint")
+        return super().find()
+
     def change(self, on: bool) -> None:
         _C.replace_checkpoint(1 if on else -1)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call torch's checkpoint with its original body."""
+        if not _DECORATES:
+            return self.stock(*args, **kwargs)
+        options = {name: kwargs[name] for name in self.stock.__kwdefaults__ if name in kwargs}
+        rest = {name: value for name, value in kwargs.items() if name not in options}
+        return self.stock(args[0], args[1:], rest, **options)
 
 
 def _checkpoint_body(*args, **kwargs):  # type: ignore[no-untyped-def]
@@ -100,14 +122,24 @@ def _checkpoint_body(*args, **kwargs):  # type: ignore[no-untyped-def]
     return _checkpoint(args, kwargs)
 
 
+def _inner_body(function, args, kwargs, **options):  # type: ignore[no-untyped-def]
+    from gradckpt._patching import _checkpoint
+
+    return _checkpoint((function, *args), {**kwargs, **options})
+
+
 def _sequential_body(functions, segments, input, use_reentrant=None, **kwargs):  # type: ignore[no-untyped-def]
     from gradckpt._patching import _sequential
 
     return _sequential(functions, segments, input, use_reentrant, kwargs)
 
 
+#: Torch's checkpoint is also a decorator: then what it has decorated calls this function.
+_INNER = "_checkpoint_impl"
+_DECORATES = hasattr(torch_checkpoint, _INNER)
+
 _BODIES = CHECKPOINT, _SEQUENTIAL = (
-    _Checkpoint("checkpoint", _checkpoint_body),
+    _Checkpoint(_INNER, _inner_body) if _DECORATES else _Checkpoint("checkpoint", _checkpoint_body),
     _Body("checkpoint_sequential", _sequential_body),
 )
 _lock = threading.RLock()  # held while handles come and go, never by a call of checkpoint
@@ -128,7 +160,7 @@ def _torchs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     if _C.replays_discrete() and not _is_tracing():
         return compat.checkpoint(*args, **kwargs)
-    return CHECKPOINT.stock(*args, **kwargs)
+    return CHECKPOINT.call(args, kwargs)
 
 
 def _sequential(functions: Any, segments: Any, input: Any, use_reentrant: Any, kwargs: dict[str, Any]) -> Any:
@@ -282,11 +314,11 @@ class patched:
         grad = torch.is_grad_enabled()
         self._trained |= grad
         if graph.is_compiling():  # counted with its graph, also when that comes from a cache
-            return CHECKPOINT.stock(*args, **kwargs)
+            return CHECKPOINT.call(args, kwargs)
         self._calls += 1
         if _is_tracing():
             self._traced += 1
-            return CHECKPOINT.stock(*args, **kwargs)
+            return CHECKPOINT.call(args, kwargs)
         if "function" in kwargs and not args:
             kwargs = dict(kwargs)
             args = (kwargs.pop("function"),)
@@ -355,7 +387,7 @@ class patched:
         if s["regions"] < self._regions:
             return None  # gradckpt.stats.reset() was called meanwhile, so this is unknown
         holder = getattr(torch_checkpoint, "checkpoint", None)
-        if self.active and inspect.unwrap(holder) is not CHECKPOINT.function:  # type: ignore[arg-type]
+        if self.active and not _is_torchs(holder):
             return f"torch.utils.checkpoint.checkpoint was replaced by {holder!r}; undo that"
         if not s["calls"] and s["regions_eligible"]:
             return activity.inactive_reason(s)

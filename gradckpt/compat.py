@@ -6,7 +6,6 @@ checks of ours.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,8 @@ import torch
 
 from gradckpt._C import compat_checkpoint as checkpoint
 from gradckpt._engine.selective import create_selective_checkpoint_contexts
-from gradckpt._engine.sequential import NOT_EXPLICIT, Segment
+from gradckpt._engine.sequential import Segment
+from gradckpt._engine.torch_errors import for_sequential, warn_torchs
 
 if TYPE_CHECKING:
     from gradckpt.integrations.torch_distributed import apply_activation_checkpointing, checkpoint_wrapper
@@ -43,11 +43,11 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of these
 def checkpoint_sequential(functions: Any, segments: Any, input: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
     """Run torch's ``checkpoint_sequential`` exactly, over this module's checkpoint."""
     if use_reentrant is None:
-        warnings.warn(NOT_EXPLICIT, stacklevel=2)
+        warn_torchs("sequential_not_explicit")
         use_reentrant = True
     preserve = kwargs.pop("preserve_rng_state", True)
     if kwargs:
-        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+        raise for_sequential(kwargs)
     if isinstance(functions, torch.nn.Sequential):
         functions = list(functions.children())  # torch, too, calls a module that occurs twice in it only once
     size = len(functions) // segments

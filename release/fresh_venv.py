@@ -87,7 +87,7 @@ class FreshVenv:
         """Install a torch and return its version.
 
         Args:
-            wanted: ``"newest"``, a version (``"2.10"``: the last 2.10.x),
+            wanted: ``"newest"``, a version (``"2.11"``: the last 2.11.x),
                 or a folder that holds an installed torch.
             index: The package index to take it from; pip's own if empty.
         """

@@ -1,6 +1,7 @@
 /* innermost_hooks.c: whose saved-tensor hooks are on top of torch's stack. */
 #include "engine/innermost_hooks.h"
 
+#include "torch/calls.h"
 #include "torch/error.h"
 
 /* 1 when torch's checkpoint has defined the hook; 0; -1. */
@@ -21,8 +22,8 @@ PyObject *gck_innermost_hooks(const gck_state *state, gck_hooks_owner *owner, Py
     int torchs;
 
     *owner = hook != NULL ? GCK_HOOKS_OTHER : GCK_HOOKS_NONE;
-    *self = hook != NULL && PyCFunction_CheckExact(hook) ? PyCFunction_GetSelf(hook) : NULL;
-    if (*self != NULL && (Py_TYPE(*self) == state->Frame || Py_TYPE(*self) == state->Recompute)) {
+    *self = hook;
+    if (hook != NULL && (Py_TYPE(hook) == state->Frame || Py_TYPE(hook) == state->Recompute)) {
         *owner = GCK_HOOKS_REGION;
         return top;
     }
@@ -34,4 +35,46 @@ PyObject *gck_innermost_hooks(const gck_state *state, gck_hooks_owner *owner, Py
         *owner = GCK_HOOKS_TORCHS_REGION;
     }
     return top;
+}
+
+PyObject *gck_user_hooks(const gck_state *state)
+{
+    gck_hooks_owner owner;
+    PyObject *self, *top = gck_innermost_hooks(state, &owner, &self), *below;
+
+    if (owner != GCK_HOOKS_REGION && owner != GCK_HOOKS_TORCHS_REGION) {
+        return top;
+    }
+    below = top == NULL || gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) < 0
+        ? NULL : gck_user_hooks(state);
+    if (top != NULL && gck_done(PyObject_Call(state->py.push_hooks, top, NULL)) < 0) {
+        Py_CLEAR(below);
+    }
+    Py_XDECREF(top);
+    return below;
+}
+
+PyObject *gck_user_hooks_of(const gck_state *state, PyObject *hook)
+{
+    gck_hooks_owner owner;
+    PyObject *self = NULL, *top = state != NULL ? gck_innermost_hooks(state, &owner, &self) : Py_NewRef(Py_None);
+    const int here = self == hook;
+
+    Py_XDECREF(top);
+    return top == NULL ? NULL : here ? gck_user_hooks(state) : Py_NewRef(Py_None);
+}
+
+PyObject *gck_is_internal(PyObject *hook, void *unused)
+{
+    (void)hook;
+    (void)unused;
+    return Py_NewRef(Py_True);
+}
+
+PyObject *gck_packed_by(PyObject *hook, PyObject *args, PyObject *kwargs)
+{
+    if (kwargs != NULL || PyTuple_Size(args) != 1) {
+        return PyErr_Format(PyExc_TypeError, "gradckpt: %R takes one tensor to pack", hook);
+    }
+    return PyTuple_GetItem(args, 0);
 }

@@ -63,7 +63,8 @@ typedef struct {
 /* The keywords of checkpoint(): torch's, then ours. */
 #define GCK_TORCH_OPTIONS(OPTION)                                                        \
     OPTION(use_reentrant) OPTION(preserve_rng_state) OPTION(context_fn)                  \
-    OPTION(determinism_check) OPTION(debug) OPTION(early_stop)
+    OPTION(determinism_check) OPTION(debug) OPTION(early_stop)                           \
+    OPTION(respect_saved_tensors_hooks)
 #define GCK_OPTIONS(OPTION) GCK_TORCH_OPTIONS(OPTION) OPTION(compress) OPTION(policy) OPTION(buffers)
 
 typedef struct {

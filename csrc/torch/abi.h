@@ -51,7 +51,7 @@ typedef void gck_boxed_kernel(StableIValue *stack, uint64_t nargs, uint64_t nret
     /* Throws a C++ exception when !condition: only for boxed kernels, which libtorch calls. */                  \
     SYMBOL(REQUIRED, void, aoti_torch_check, (bool condition, const char *function, const char *file,            \
            uint32_t line, const char *message))                                                                  \
-    /* torch 2.10 and later: */                                                                                  \
+    /* torch 2.11 and later: */                                                                                  \
     SYMBOL(REQUIRED, int32_t, torch_library_impl, (TorchLibraryHandle, const char *name, gck_boxed_kernel *,     \
            uint64_t build_version))                                                                              \
     SYMBOL(REQUIRED, int32_t, torch_get_const_data_ptr, (AtenTensorHandle, const void **))                       \

@@ -12,13 +12,13 @@ static PyObject *import_attribute(const char *module, const char *attribute)
     return value;
 }
 
-/* Load a capsule; early builds of torch 2.10 have the bare address.  0 or -1. */
+/* 0 or -1. */
 static int load_dlpack(gck_py *py)
 {
     PyObject *table = import_attribute("gradckpt._engine.torch_objects", "dlpack");
 
     if (table != NULL) {
-        py->dlpack = PyLong_Check(table) ? PyLong_AsVoidPtr(table) : PyCapsule_GetPointer(table, "dlpack_exchange_api");
+        py->dlpack = PyCapsule_GetPointer(table, "dlpack_exchange_api");
         Py_DECREF(table);
     }
     if (py->dlpack != NULL
@@ -104,4 +104,10 @@ void gck_py_clear(gck_py *py)
 #undef CALLBACK
     Py_CLEAR(py->ignored);
     gck_rng_clear(&py->rng);
+}
+
+int gck_raise_torchs(const gck_py *py, const char *kind)
+{
+    Py_XDECREF(PyObject_CallFunction(py->call.raise_torchs, "s", kind));
+    return -1;
 }

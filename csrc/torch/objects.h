@@ -93,21 +93,20 @@
     CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves) CALLBACK(check_reentrant)          \
     CALLBACK(container_state) CALLBACK(contexts) CALLBACK(contexts_plan) CALLBACK(copy_candidates)            \
     CALLBACK(debug_contexts) CALLBACK(decorate) CALLBACK(determinism_check) CALLBACK(device_context)          \
-    CALLBACK(device_rng_capture) CALLBACK(device_rng_swap) CALLBACK(discrete_rules)                           \
-    CALLBACK(enter_buffers) CALLBACK(fill_from) CALLBACK(find_candidate) CALLBACK(finish_calls)               \
-    CALLBACK(generator_of) CALLBACK(give_container_state) CALLBACK(has_buffer_rule) CALLBACK(is_dual)         \
-    CALLBACK(mixing_of) CALLBACK(may_change_places) CALLBACK(metadata) CALLBACK(nodes_behind)                 \
-    CALLBACK(note_create_graph) CALLBACK(note_keyword) CALLBACK(note_step) CALLBACK(original_of)              \
-    CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(plain_attributes) CALLBACK(policy_contexts)          \
-    CALLBACK(raise_ambiguous) CALLBACK(raise_fewer_saved) CALLBACK(raise_mixing) CALLBACK(raise_metadata)     \
-    CALLBACK(raise_modified) CALLBACK(raise_more_saved) CALLBACK(raise_no_entry) CALLBACK(raise_origins)      \
-    CALLBACK(raise_stop_iteration) CALLBACK(recompute_within) CALLBACK(record_stream)                         \
-    CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_imported) CALLBACK(remat_leave)              \
-    CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata) CALLBACK(selective_key)           \
-    CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(straight_through) CALLBACK(tensors_of)       \
-    CALLBACK(through_modes) CALLBACK(together) CALLBACK(torchs_checkpoint) CALLBACK(traced_value)             \
-    CALLBACK(tracing_mode_active) CALLBACK(warn_mixing) CALLBACK(warn_unnamed) CALLBACK(with_tensors)         \
-    CALLBACK(without_modes)
+    CALLBACK(device_rng_capture) CALLBACK(device_rng_swap) CALLBACK(discrete_rules) CALLBACK(enter_buffers)   \
+    CALLBACK(fill_from) CALLBACK(find_candidate) CALLBACK(finish_calls) CALLBACK(generator_of)                \
+    CALLBACK(give_container_state) CALLBACK(has_buffer_rule) CALLBACK(is_dual) CALLBACK(may_change_places)    \
+    CALLBACK(metadata) CALLBACK(mixing_of) CALLBACK(nodes_behind) CALLBACK(note_create_graph)                 \
+    CALLBACK(note_keyword) CALLBACK(note_step) CALLBACK(original_of) CALLBACK(parse_plan)                     \
+    CALLBACK(payload_repr) CALLBACK(plain_attributes) CALLBACK(policy_contexts) CALLBACK(raise_ambiguous)     \
+    CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata) CALLBACK(raise_mixing) CALLBACK(raise_modified)      \
+    CALLBACK(raise_more_saved) CALLBACK(raise_origins) CALLBACK(raise_torchs) CALLBACK(recompute_within)      \
+    CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_imported)            \
+    CALLBACK(remat_leave) CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata)             \
+    CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(straight_through)    \
+    CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together) CALLBACK(torchs_checkpoint)               \
+    CALLBACK(traced_value) CALLBACK(tracing_mode_active) CALLBACK(warn_mixing) CALLBACK(warn_torchs)          \
+    CALLBACK(warn_unnamed) CALLBACK(with_tensors) CALLBACK(without_modes)
 
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                                                           \
@@ -148,5 +147,8 @@ int gck_py_load(gck_py *py);
 int gck_py_bind(gck_py *py, PyObject *table);
 int gck_py_traverse(gck_py *py, visitproc visit, void *arg);
 void gck_py_clear(gck_py *py);
+
+/* Raise torch's own error of a kind, see gradckpt/_engine/torch_errors.py.  -1. */
+int gck_raise_torchs(const gck_py *py, const char *kind);
 
 #endif

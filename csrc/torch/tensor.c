@@ -20,10 +20,10 @@ int gck_is_tensor(const gck_py *py, PyObject *x)
     return gck_is_plain_tensor(py, x) ? 1 : PyObject_IsInstance(x, py->Tensor);
 }
 
-int gck_hooks_push(const gck_py *py, PyMethodDef *pack_def, PyMethodDef *unpack_def, PyObject *self)
+int gck_hooks_push(const gck_py *py, PyObject *pack, PyMethodDef *unpack_def, PyObject *self)
 {
-    PyObject *pack = PyCFunction_New(pack_def, self), *unpack = PyCFunction_New(unpack_def, self);
-    const int status = pack == NULL || unpack == NULL
+    PyObject *unpack = pack != NULL ? PyCFunction_New(unpack_def, self) : NULL;
+    const int status = unpack == NULL
         ? -1 : gck_done(PyObject_CallFunctionObjArgs(py->push_hooks, pack, unpack, NULL));
 
     Py_XDECREF(pack);

@@ -73,8 +73,9 @@ int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void
                    int n);
 int gck_run_decode(gck_py *py, const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n);
 
-/* Make pack and unpack, bound to `self`, the saved-tensor hooks of this thread.  0 or -1. */
-int gck_hooks_push(const gck_py *py, PyMethodDef *pack, PyMethodDef *unpack, PyObject *self);
+/* Make `pack` (taken over; NULL: making it raised) and `unpack`, bound to `self`, the saved-tensor hooks of this
+ * thread.  0 or -1. */
+int gck_hooks_push(const gck_py *py, PyObject *pack, PyMethodDef *unpack, PyObject *self);
 /* Take the innermost hooks off, also with an exception pending, which survives. */
 void gck_hooks_pop(const gck_py *py);
 

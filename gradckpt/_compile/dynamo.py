@@ -64,10 +64,11 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     buffers: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Run ``gradckpt.checkpoint`` as Dynamo sees it."""
+    """Run ``gradckpt.checkpoint`` as Dynamo sees it. A graph keeps nothing that hooks could see."""
     # Dynamo guards on the content, keys and numbers included, and not on the object.
     if isinstance(compress, CompressionConfig):
         compress = {field: _constant(getattr(compress, field)) for field in _FIELDS}

@@ -28,8 +28,10 @@ __all__ = [
 ]
 
 FLAGS = ("preserve_rng_state", "early_stop", "debug")
+#: A flag, too; None: as torch does by default.
+HOOKS_SEE_KEPT = "respect_saved_tensors_hooks"
 CHOICES = {"determinism_check": ("default", "warn", "none"), "buffers": ("once", "torch")}
-OPTIONS = ("compress", "context_fn", "policy", *FLAGS, *CHOICES)
+OPTIONS = ("compress", "context_fn", "policy", *FLAGS, HOOKS_SEE_KEPT, *CHOICES)
 
 #: Keywords that gradckpt.checkpoint takes for its own.
 TAKEN = frozenset({*OPTIONS, "function", "use_reentrant"})
@@ -48,7 +50,7 @@ def check_option(key: str, value: Any) -> None:
     Raises:
         ValueError, TypeError: It is none that the keyword takes.
     """
-    if key in FLAGS:
+    if key in FLAGS or (key == HOOKS_SEE_KEPT and value is not None):
         check_bool(key, value)
     if key in CHOICES and value not in CHOICES[key]:
         *first, last = map(json.dumps, CHOICES[key])

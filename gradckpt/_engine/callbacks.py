@@ -20,6 +20,7 @@ from gradckpt._engine import (
     parameter_hooks,
     remat,
     saved_roles,
+    torch_errors,
     torch_objects,
 )
 from gradckpt._engine import region_callbacks as region
@@ -80,9 +81,8 @@ TABLE: dict[str, Callable[..., Any]] = {
     "raise_modified": torch_objects.raise_modified,
     "raise_more_saved": region.raise_more_saved,
     "raise_ambiguous": selective.raise_ambiguous,
-    "raise_no_entry": selective.raise_no_entry,
     "raise_origins": region.raise_origins,
-    "raise_stop_iteration": region.raise_stop_iteration,
+    "raise_torchs": torch_errors.raise_torchs,
     "recompute_within": region.recompute_within,
     "record_stream": region.record_stream,
     "record_traced": selective.record_traced,
@@ -103,6 +103,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "traced_value": selective.traced_value,
     "tracing_mode_active": region.tracing_mode_active,
     "warn_mixing": op_mixing.warn_mixing,
+    "warn_torchs": torch_errors.warn_torchs,
     "warn_unnamed": selective.warn_unnamed,
     "with_tensors": selective.with_tensors,
     "without_modes": selective.without_modes,

@@ -11,12 +11,23 @@ from typing import Any
 
 import torch
 
+from gradckpt._engine.torch_errors import for_reentrant
+
 __all__ = ["Bound", "Decorated", "check_runs_at_call", "decorate"]
 
 
-def decorate(module: Any, names: tuple[str, ...], values: tuple[Any, ...]) -> Callable[[Any], Decorated]:
-    """Return the decorator for a call of C's ``checkpoint`` with keywords only."""
-    return functools.partial(Decorated, checkpoint=module.checkpoint, options=dict(zip(names, values, strict=True)))
+def decorate(
+    module: Any, names: tuple[str, ...], values: tuple[Any, ...], unknown: dict[str, Any] | None, exact: int
+) -> Callable[[Any], Decorated]:
+    """Return the decorator for a call of C's ``checkpoint`` without a function.
+
+    ``exact``: of ``compat``, which takes no keyword of the function, as torch.
+    """
+    if unknown and exact:
+        raise for_reentrant(unknown)
+    options = {name: value for name, value in zip(names, values, strict=True) if name != "function"}
+    checkpoint = module.compat_checkpoint if exact else module.checkpoint
+    return functools.partial(Decorated, checkpoint=checkpoint, options=options)
 
 
 def check_runs_at_call(function: Any, name: str, instead: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from gradckpt import _C
 from gradckpt._config import warn_inactive
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.op_effects import with_effect
 
 #: csrc/engine/selective/op_policy.h says what each means.
 PRODUCT: int = _C.OP_PRODUCT
@@ -42,6 +43,8 @@ def _read_saves() -> dict[str, list[set[str]]]:
 
 def _read(op: Any) -> int:
     namespace, _, rest = str(op).partition(".")
+    if op in with_effect():  # twice is worse
+        return PRODUCT
     if namespace != "aten" or private.node_types is None:
         return UNKNOWN
     if not _saves:

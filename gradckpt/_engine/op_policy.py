@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
 from gradckpt._config import Compress, CompressionConfig, parse_compress
+from gradckpt._engine import torch_errors
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import is_catchable
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS
@@ -62,7 +63,8 @@ def save(compress: Compress = None) -> Save:
 class Rule(NamedTuple):
     """A rule for one operator.
 
-    Of the calls of its group, those with ``call % every == phase`` are kept.
+    Of the calls of its group, those with ``call % every == phase`` are kept. ``always``: with
+    RECOMPUTE, also where torch keeps what an operator with an effect returns.
     """
 
     op: Any
@@ -71,6 +73,7 @@ class Rule(NamedTuple):
     every: int = 1
     phase: int = 0
     group: str = ""
+    always: bool = False
 
 
 class Policy:
@@ -99,6 +102,8 @@ class Policy:
         )
         self.names = _C.make_op_policy(rows, self.wanted)
         self.with_discrete: Policy | None = None  # this policy with discrete operators added; made on demand
+        #: Operators with an effect, and this policy with them; made on demand.
+        self.with_effects: tuple[frozenset[Any], Policy] | None = None
         self.catchable = all(is_catchable(op) for op in self.rules)
         self.caught = False
         self.mixed: frozenset[Any] = frozenset()  # what unmixed() has taken out
@@ -115,6 +120,15 @@ class Policy:
             self.wanted,
             [(name, _short(config)) for name, _ in self.parts],
         )
+
+    def and_keeps(self, ops: Iterable[Any]) -> Policy:
+        """Return this policy, which also keeps the outputs of these, unless it says
+        ``MUST_RECOMPUTE``."""
+        known = self.rules
+        more = [Rule(op) for op in ops if op not in known or (known[op].keep == RECOMPUTE and not known[op].always)]
+        policy = Policy([*known.values(), *more], self.wanted, self.parts)
+        policy.mixed = self.mixed
+        return policy
 
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):
@@ -211,13 +225,7 @@ def check_op(op: Any) -> None:
     if isinstance(op, private.HigherOrderOperator):
         return
     if not is_overload(op):
-        hint = (
-            "Please update the OpOverloadPacket to a specific OpOverload."
-            "For example, if you have `torch.ops.aten.mm`, change it to `torch.ops.aten.mm.default`."
-            if isinstance(op, OpOverloadPacket)
-            else ""
-        )
-        raise ValueError(f"Expected op in `op_list` to be an OpOverload but got: {op} of type {type(op)}. {hint}")
+        raise torch_errors.no_operator(op)
     if op._schema.is_mutable:
         raise ValueError(
             f"gradckpt: {op} writes to its arguments, so its output cannot be kept; name the operator without the "
@@ -232,7 +240,7 @@ def _exact(config: CompressionConfig | None) -> CompressionConfig | None:
 
 def rule_of(op: Any, answer: Any) -> Rule:
     keep, config = read_policy(answer, op)
-    return Rule(op, SAVE if keep else RECOMPUTE, config)
+    return Rule(op, SAVE if keep else RECOMPUTE, config, always=answer is CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:

@@ -17,6 +17,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd import forward_ad
 
 from gradckpt._config import check_no_operators, parse_compress, warn_user
+from gradckpt._engine import torch_errors
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.argument_changes import Watch
 from gradckpt._engine.arguments import module_behind, name_of
@@ -53,14 +54,6 @@ def parse_plan(compress: Any) -> tuple[str | None, int, bool, bool, int, bool, i
     )
 
 
-def _unknown_check(checks: Any, value: Any, exact: int) -> ValueError:
-    """Return torch's error, raised by the caller: a frame with it as a local would live on."""
-    error = ValueError(f"determinism_check should be one of {list(checks)}, but got {value}")
-    if not exact:
-        error.add_note("gradckpt also takes determinism_check='warn'")
-    return error
-
-
 def determinism_check(value: Any, exact: int) -> Any:
     """Resolve ``determinism_check=``:
 
@@ -72,7 +65,8 @@ def determinism_check(value: Any, exact: int) -> Any:
         return ours[value]
     checks = private.determinism_checks
     if value not in checks:
-        raise _unknown_check(checks, value, exact)
+        note = None if exact else "gradckpt also takes determinism_check='warn'"
+        raise torch_errors.unknown_check(value, checks, note)
     return checks[value]
 
 
@@ -230,9 +224,11 @@ def _plan_autocast(
 
 
 def device_context() -> Any:
-    """Return the innermost ``torch.device`` context (or ``torch.set_default_device``), or None."""
-    modes = reversed(private.function_modes())
-    return next((m for m in modes if isinstance(m, private.device_context())), None)
+    """Return a context like the innermost ``torch.device`` (or ``torch.set_default_device``), or
+    None. That one keeps what it found where it was entered, and is not entered again.
+    """
+    kind = private.device_context()
+    return next((kind(m.device) for m in reversed(private.function_modes()) if isinstance(m, kind)), None)
 
 
 def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool, once: Any) -> None:
@@ -269,22 +265,27 @@ def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
 # ---- contexts of the two runs ----
 
 
-def contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any, None]:
+def contexts(context_fn: Callable[[], Any], hooks_see_kept: bool | None) -> tuple[Any, Any, None]:
+    """``hooks_see_kept``: ``respect_saved_tensors_hooks=``."""
     forward, recompute = context_fn()
     if private.is_tracing_checkpoint():
         mode = private.TorchDispatchMode
         if not isinstance(forward, mode) or not isinstance(recompute, mode):
-            raise AssertionError(
-                "In torch.compile mode, `context_fn` arg passed to `torch.utils.checkpoint` "
-                "must generate a tuple of two `TorchDispatchMode`s."
+            raise torch_errors.no_modes(forward, recompute)
+    if isinstance(forward, private.CachingMode):
+        if hooks_see_kept and not hasattr(forward, "respect_saved_tensors_hooks"):
+            raise ValueError(
+                f"gradckpt: the selective contexts of torch {torch.__version__} show saved-tensor hooks nothing; pass "
+                "policy=, or contexts of gradckpt.compat"
             )
+        forward.respect_saved_tensors_hooks = hooks_see_kept
     return forward, recompute, None
 
 
-def policy_contexts(policy: Any) -> tuple[Any, Any, None]:
+def policy_contexts(policy: Any, hooks_see_kept: bool | None) -> tuple[Any, Any, None]:
     context_fn = contexts_of(policy)
     assert context_fn is not None
-    return contexts(context_fn)
+    return contexts(context_fn, hooks_see_kept)
 
 
 def debug_contexts(function: Any, exact: bool) -> tuple[Any, Any, Any]:
@@ -308,11 +309,7 @@ def call_within(
     """
     with context.around_forward(frame, args, kwargs) if isinstance(context, Watch) else context:
         return function(*args, **(kwargs or {}))
-    raise RuntimeError(
-        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
-        "during the checkpointed forward. This is not supported because checkpoint cannot return a value for a "
-        "failed forward."
-    )
+    raise torch_errors.suppressed()
 
 
 def recompute_within(
@@ -323,24 +320,21 @@ def recompute_within(
     """
     if isinstance(context, Watch):
         context = context.around_recompute(args, kwargs)
-    with context, device or contextlib.nullcontext():
+    with context, contextlib.nullcontext() if device is None else type(device)(device.device):
         return function(*args, **(kwargs or {}))
 
 
 # ---- options ----
 
 
-def check_reentrant(kwargs: Any, contexts: int, ours: str | None) -> None:
+def check_reentrant(keywords: dict[str, Any], ours: str | None) -> None:
     """Raise torch's errors for what its reentrant form does not take; ``ours``: our keyword."""
-    if kwargs:
-        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-    if contexts:
-        raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
-    if ours is not None:
-        raise ValueError(f"gradckpt: {ours}= needs use_reentrant=False")
+    if keywords:
+        raise torch_errors.for_reentrant(keywords)
+    raise ValueError(f"gradckpt: {ours}= needs use_reentrant=False")
 
 
-# ---- errors: torch's classes and texts ----
+# ---- errors ----
 
 
 _APPROXIMATE = (
@@ -349,30 +343,19 @@ _APPROXIMATE = (
 )
 
 
-def _tip(approximate: int) -> str:
-    tip: str = private.debug_tip
-    return tip + (_APPROXIMATE if approximate else "")
-
-
-def raise_stop_iteration(error: BaseException) -> None:
-    raise RuntimeError("generator raised StopIteration") from error
+def _raise_or_warn(error: Exception, approximate: int, warn: int = 0) -> None:
+    text = f"{error}{_APPROXIMATE if approximate else ''}"
+    if not warn:
+        raise type(error)(text)
+    warn_user(text, UserWarning)
 
 
 def raise_more_saved(approximate: int) -> None:
-    raise torch_checkpoint.CheckpointError(
-        "torch.utils.checkpoint: trying to save more tensors during "
-        f"recomputation than during the original forward pass.\n{_tip(approximate)}"
-    )
+    _raise_or_warn(torch_errors.more_saved(), approximate)
 
 
 def raise_fewer_saved(forward: int, recompute: int, approximate: int) -> None:
-    raise torch_checkpoint.CheckpointError(
-        "torch.utils.checkpoint: A different number of tensors was saved "
-        "during the original forward and recomputation.\n"
-        f"Number of tensors saved during forward: {forward}\n"
-        f"Number of tensors saved during recomputation: {recompute}.\n"
-        f"{_tip(approximate)}"
-    )
+    _raise_or_warn(torch_errors.fewer_saved(forward, recompute), approximate)
 
 
 _DLPACK_DTYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
@@ -404,12 +387,6 @@ def same_metadata(then: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     return _as_torch(then) == _as_torch(now)
 
 
-def _raise_or_warn(text: str, warn: int) -> None:
-    if not warn:
-        raise torch_checkpoint.CheckpointError(text)
-    warn_user(text, UserWarning)
-
-
 Differences = list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]
 
 
@@ -419,16 +396,8 @@ def raise_metadata(rows: Differences, function: Any, approximate: int, warn: int
             return meta[0]
         return dict(zip(("shape", "dtype", "device"), _as_torch(meta), strict=True))
 
-    mismatches = "".join(
-        f"tensor at position {index}:\nsaved metadata: {describe(saved)}\nrecomputed metadata: {describe(now)}\n"
-        for index, saved, now in rows
-    )
-    _raise_or_warn(
-        "torch.utils.checkpoint: Recomputed values for the following tensors "
-        "have different metadata than during the forward pass.\n"
-        f"{mismatches}.\n{_tip(approximate)}",
-        warn,
-    )
+    error = torch_errors.other_metadata([(index, describe(saved), describe(now)) for index, saved, now in rows])
+    _raise_or_warn(error, approximate, warn)
 
 
 def _members(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -471,9 +440,9 @@ def raise_origins(rows: list[tuple[Any, ...]], function: Any, approximate: int, 
         for index, then, now, then_strides, now_strides, then_origin, now_origin in rows
     )
     way_out = "" if warn else ', or pass determinism_check="warn"'
-    _raise_or_warn(
+    error = torch_checkpoint.CheckpointError(
         f"gradckpt: the recompute of a region ({name_of(function)}) saved other tensors than its forward, so gradients "
         f"would be wrong; make both runs alike{way_out}:\n{differences}"
-        f"debug=True lists the operators of both runs\n{_APPROXIMATE if approximate else ''}",
-        warn,
+        "debug=True lists the operators of both runs\n"
     )
+    _raise_or_warn(error, approximate, warn)

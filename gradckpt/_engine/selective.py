@@ -22,6 +22,7 @@ from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import catch
 from gradckpt._engine.discrete_forms import OfFloats
+from gradckpt._engine.op_effects import keeping_effects
 from gradckpt._engine.op_mixing import PRODUCT, mixing_of, warn_mixing
 from gradckpt._engine.op_policy import (
     ALL_FORMS,
@@ -114,6 +115,8 @@ def create_selective_checkpoint_contexts(
         return made  # type: ignore[no-any-return]
     global latest
     latest = latest if traced else policy_or_ops if policy is None else policy
+    if policy is not None and not traced:
+        policy = keeping_effects(policy)
     by_key = policy is not None and policy.catchable
     settings = allow_cache_entry_mutation, reusable, _C.hooks_are_lossy()
     if policy is None:

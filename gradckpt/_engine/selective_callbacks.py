@@ -20,6 +20,7 @@ from gradckpt._engine import kept_calls, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.catching import catch
+from gradckpt._engine.op_effects import keeping_effects, with_effect
 from gradckpt._engine.op_policy import read_policy
 from gradckpt._patching import CHECKPOINT
 
@@ -34,10 +35,11 @@ def ask(mode: Any, op: Any, args: Any, kwargs: Any, out: Any) -> Any:
     False to recompute, else how its outputs are compressed.
     """
     answer = mode.policy_fn(selective_context(out), op, *args, **(kwargs or {}))
-    if answer is False or answer is _RECOMPUTE[0] or answer is _RECOMPUTE[1]:
-        return False
-    keep, config = read_policy(answer, op)
-    return config if keep else False
+    plain = answer is False or answer is _RECOMPUTE[0] or answer is _RECOMPUTE[1]
+    keep, config = (0, None) if plain else read_policy(answer, op)
+    if keep or (answer is not _RECOMPUTE[1] and op in with_effect()):
+        return config
+    return False
 
 
 def selective_policy(policy: Any) -> tuple[Any, Any]:
@@ -46,6 +48,7 @@ def selective_policy(policy: Any) -> tuple[Any, Any]:
     selective.latest = policy if known is None else known
     if known is None:
         return selective.NO_NAMES, policy
+    known = keeping_effects(known)
     if known.catchable:
         catch(known)
         return known.names, None
@@ -358,20 +361,6 @@ def record_traced(context: Any, func: Any, types: Any, args: Any, kwargs: Any) -
         return NotImplemented
     mode = private.CachingMode
     return mode.__torch_dispatch__(context, func, types, args, kwargs or {})
-
-
-def raise_no_entry(op: Any, index: int, known: int, consumed: int) -> None:
-    """Raise torch's error for a call of the recompute of which nothing is kept."""
-    if consumed:
-        raise RuntimeError(
-            "Trying to backward an extra time. You are only allowed to backward once on any region computed under "
-            "selective activation checkpoint."
-        )
-    call = f"{op} invocation index {index}" if known else str(op)
-    raise RuntimeError(
-        f"{call} encountered during backward but not found in storage. This can happen if the operations in the "
-        "checkpointed region are nondeterministic or depend on global state that changed between forward and backward."
-    )
 
 
 def raise_ambiguous(op: Any, forward: int, recompute: int) -> None:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Union
 
 from gradckpt._C import checkpoint
 from gradckpt._config import Compress
+from gradckpt._engine.torch_errors import for_sequential, warn_torchs
 
 __all__ = ["Segment", "checkpoint_sequential"]
 
 Segments = Union[int, str, Sequence[int]]
 
-_OPTIONS = ("buffers", "context_fn", "debug", "determinism_check", "early_stop", "policy", "preserve_rng_state")
-
-NOT_EXPLICIT = (
-    "torch.utils.checkpoint.checkpoint_sequential: the use_reentrant parameter should be passed explicitly. In version "
-    "2.9 we will raise an exception if use_reentrant is not passed. use_reentrant=False is recommended, but if you "
-    "need to preserve the current default behavior, you can pass use_reentrant=True. Refer to docs for more details on "
-    "the differences between the two variants."
+_OPTIONS = (
+    "buffers",
+    "context_fn",
+    "debug",
+    "determinism_check",
+    "early_stop",
+    "policy",
+    "preserve_rng_state",
+    "respect_saved_tensors_hooks",
 )
 
 
@@ -144,9 +146,9 @@ def checkpoint_sequential(
     """
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
-        raise ValueError("Unexpected keyword arguments: " + ",".join(unknown))
+        raise for_sequential(dict.fromkeys(unknown))
     if use_reentrant is None:
-        warnings.warn(NOT_EXPLICIT, stacklevel=2)
+        warn_torchs("sequential_not_explicit")
         use_reentrant = True
     chain = list(functions)
     starts = [0, *_boundaries(segments, len(chain))]

@@ -6,6 +6,7 @@ C looks each of them up once (csrc/torch/objects.c, rng.c).
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,17 @@ from gradckpt._engine import torch_private as private
 
 
 def _find_dlpack() -> Any:
-    """Return the DLPack exchange table. Early builds of torch 2.10 have it under an older name."""
-    for name in ("__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"):
-        if hasattr(torch.Tensor, name):
-            return getattr(torch.Tensor, name)
-    raise ImportError(
-        f"gradckpt: torch {torch.__version__} has no DLPack exchange table; run: pip install --upgrade 'torch>=2.10'"
-    )
+    """Return the DLPack exchange table.
+
+    Raises:
+        ImportError: torch is older than what gradckpt is tested with.
+    """
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if version is not None and (int(version[1]), int(version[2])) < (2, 11):
+        raise ImportError(
+            f"gradckpt: torch {torch.__version__} is older than 2.11; run: pip install --upgrade 'torch>=2.11'"
+        )
+    return torch.Tensor.__dlpack_c_exchange_api__
 
 
 def _find_key() -> Any:
@@ -196,10 +201,7 @@ def raise_modified(x: torch.Tensor, expected: int) -> None:
     finally:
         private.set_versions((x,), (now,))
     saved.unpack()
-    raise RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{x.type()} {list(x.shape)}] is at version {now}; expected version {expected} instead."
-    )
+    raise RuntimeError(f"gradckpt: an input of a region of shape {tuple(x.shape)} was changed in place; clone it first")
 
 
 # ---- autograd Functions ----

@@ -24,6 +24,11 @@ MISSING: dict[str, str] = {}
 
 #: What is lost where nothing works without the name.
 EVERYTHING = "checkpoint()"
+ERRORS = "torch's own texts of errors, in place of ours"
+
+
+class MissingName(RuntimeError):
+    """torch lacks a name that is needed now."""
 
 
 class Missing:
@@ -33,8 +38,8 @@ class Missing:
         self._path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"gradckpt: torch {torch.__version__} has no {self._path}, which {NAMES[self._path]} needs; "
+        raise MissingName(
+            f"gradckpt: torch {torch.__version__} has no {self._path}, which {NAMES.get(self._path, ERRORS)} needs; "
             "install a torch that gradckpt was tested with"
         )
 
@@ -249,12 +254,56 @@ def is_tracing_checkpoint() -> bool:
     return bool(_is_compiling(None, None, None))
 
 
+_registry = types.SimpleNamespace(_data={})
+if hasattr(torch.utils.checkpoint, "_is_cacheable_effect"):  # torch keeps what such operators return: 2.15
+    _registry = _find("torch._library.simple_registry.singleton", "keeping operators with an effect", _registry)
+
+
+def operator_entries() -> dict[str, Any]:
+    """Return what torch's library knows of each operator, where an effect matters."""
+    return _registry._data  # type: ignore[no-any-return]
+
+
+CheckpointFrame = _find("torch.utils.checkpoint._CheckpointFrame", ERRORS)
+CheckpointHolder = _find("torch.utils.checkpoint._Holder", ERRORS)
+CheckpointHandle = _find("torch.utils.checkpoint._Handle", ERRORS)
+CheckpointHook = _find("torch.utils.checkpoint._checkpoint_hook", ERRORS)
+RecomputeHook = _find("torch.utils.checkpoint._recomputation_hook", ERRORS)
+internal_assert = _find("torch.utils.checkpoint._internal_assert", ERRORS)
+VersionWrapper = _find("torch.utils.checkpoint._VersionWrapper", ERRORS)
+
+
+def _copy_of(name: str, **globals_: Any) -> Any:
+    """Return a copy of a function of torch.utils.checkpoint, as it is before it is replaced."""
+    function = inspect.unwrap(getattr(torch.utils.checkpoint, name))
+    if getattr(function, "__globals__", None) is not vars(torch.utils.checkpoint) or function.__closure__:
+        return Missing(f"torch.utils.checkpoint.{name}")
+    where = {**function.__globals__, **globals_} if globals_ else function.__globals__
+    copy = types.FunctionType(function.__code__, where, name, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+torchs_checkpoint = _copy_of("checkpoint")
+torchs_sequential = _copy_of("checkpoint_sequential")
+#: Whether torch's selective contexts can show saved-tensor hooks what they keep: 2.14.
+hooks_see_kept = "respect_saved_tensors_hooks" in (getattr(torchs_checkpoint, "__kwdefaults__", None) or ())
+
+
+def generator_with(**globals_: Any) -> Callable[..., Any]:
+    """Return what torch's checkpoint is inside, ``f(function)``, with other global names."""
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(torch.utils.checkpoint, f"{name}_impl"):
+        whole = _copy_of(f"{name}_impl", **globals_)
+        return lambda function: whole(function, (), {})
+    return _copy_of(name, **globals_)  # type: ignore[no-any-return]
+
+
 infer_device_type = _find("torch.utils.checkpoint._infer_device_type", "torch's warning for several device types")
 debug_context = _find("torch.utils.checkpoint._get_debug_context_and_cb", "debug=True")
 determinism_checks = _find(
     "torch.utils.checkpoint._allowed_determinism_checks_to_fns", "determinism checks of your own", {}
 )
-debug_tip = _find("torch.utils.checkpoint._debug_tip_msg", "torch's hint how to debug", "")
 
 # ---- the rest ----
 

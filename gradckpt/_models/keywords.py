@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -58,6 +59,7 @@ def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
         plan_keywords(keywords)
         keywords.clear()
         return Settings(planned=True)
+    _read_selective(keywords)
     ours = {key: keywords.pop(key) for key in OURS if key in keywords}
     every_n_layers = check_every_n_layers(ours.get("every_n_layers", base.every_n_layers))
     offload = check_bool("offload", ours.get("offload", base.offload))
@@ -69,6 +71,25 @@ def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
     if recompute:
         check_no_operators(config)
     return Settings(config, context_fn, recompute, every_n_layers, offload, base.keywords)
+
+
+def _read_selective(keywords: dict[str, Any]) -> None:
+    """Take TRL's key ``selective`` for ``policy="save_attention"``, and the contexts that its
+    trainer makes of it.
+
+    Raises:
+        ValueError: A policy is given, too.
+    """
+    chosen = keywords.pop("selective", False)
+    context_fn = keywords.get("context_fn")
+    asked = context_fn.args[0] if isinstance(context_fn, functools.partial) and context_fn.args else None
+    if getattr(asked, "__module__", "").split(".")[0] == "trl":
+        del keywords["context_fn"]
+        chosen = True
+    if chosen and "policy" in keywords:
+        raise ValueError('gradckpt: "selective" means policy="save_attention"; leave "selective" or "policy" out')
+    if chosen:
+        keywords["policy"] = "save_attention"
 
 
 #: The keys that let a plan decide, and those that may stand beside each.

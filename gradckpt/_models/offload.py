@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt._C import checkpoint
 from gradckpt._engine.arguments import unbound
+from gradckpt._engine.torch_private import hooks_see_kept
 
 
 def to_host() -> save_on_cpu:
@@ -35,13 +36,19 @@ def of_layer(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any
     return checkpoint(function, *args, **options, **tensors)
 
 
+def _inputs_alone(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a region of which a policy's outputs stay on the device."""
+    chosen = "policy" in kwargs or "context_fn" in kwargs
+    return {"respect_saved_tensors_hooks": False, **kwargs} if chosen else kwargs
+
+
 def offloaded(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run :func:`of_layer` with the inputs in host memory."""
     with to_host():
-        return of_layer(function, *args, **kwargs)
+        return of_layer(function, *args, **_inputs_alone(kwargs))
 
 
 def offloaded_stock(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run ``torch.utils.checkpoint.checkpoint`` with the inputs in host memory."""
     with to_host():
-        return torch_checkpoint(function, *args, **kwargs)
+        return torch_checkpoint(function, *args, **(_inputs_alone(kwargs) if hooks_see_kept else kwargs))

@@ -69,6 +69,7 @@ class CheckpointKeywords(TypedDict, total=False):
     determinism_check: str
     debug: bool
     early_stop: bool
+    respect_saved_tensors_hooks: bool | None
     buffers: str
 
 

@@ -133,7 +133,7 @@ class State:
 
 
 def _groups(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):  # newer than torch 2.10
+    if hasattr(state, "_fsdp_param_groups"):  # newer than torch 2.11
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 

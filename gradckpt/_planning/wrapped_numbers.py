@@ -29,7 +29,7 @@ def _tensor_places(func: Any) -> frozenset[int]:
 def in_exact_region() -> bool:
     """Return whether an exact region without a policy runs its forward, which keeps no number."""
     hooks = private.top_hooks(False)
-    if hooks is None or type(getattr(hooks[0], "__self__", None)).__name__ != "Frame":
+    if hooks is None or type(hooks[0]).__name__ != "Frame":
         return False
     return not private.is_included(_C.selective_key())
 

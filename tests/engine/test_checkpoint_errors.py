@@ -369,7 +369,6 @@ def test_reentrant_is_torchs(reentrant):
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda ck: ck(), TypeError),
         (lambda ck: ck(3, leaf(2)), TypeError),
         (lambda ck: ck(torch.sin, leaf(2), determinism_check="hash"), ValueError),
         (lambda ck: ck(torch.sin, leaf(2), debug=True, context_fn=list), ValueError),

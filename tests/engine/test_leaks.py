@@ -169,7 +169,7 @@ def engine_types():
     seen = []
 
     def function(t):
-        seen.append(type(torch._C._autograd._top_saved_tensors_default_hooks(True)[0].__self__))
+        seen.append(type(torch._C._autograd._top_saved_tensors_default_hooks(True)[0]))
         return t.exp()
 
     y = gradckpt.checkpoint(function, hidden())

@@ -1,4 +1,4 @@
-"""torch 2.10 and 2.11 lack `_make_saved_tensor`;
+"""torch 2.11 lacks `_make_saved_tensor`;
 the engine then keeps inputs and their versions itself."""
 
 import subprocess

@@ -63,14 +63,6 @@ def test_wrong_arguments_are_the_functions_own_error(run):
             run.checkpoint(fn, *args, **kwargs)
 
 
-@behaviour(ours=("compat",))
-def test_missing_function(run):
-    """gradckpt.checkpoint called so is a decorator; in torch's place it is an error."""
-    for options in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
-        with run.error(TypeError, "missing 1 required positional argument: 'function'"):
-            run.bare(**options)
-
-
 # ---- exceptions of the function ----
 
 

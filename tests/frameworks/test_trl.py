@@ -21,6 +21,8 @@ from tokenizers.models import WordLevel
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 
 import gradckpt
+from gradckpt._engine import selective
+from gradckpt.policies import as_policy
 
 # Of transformers, for the names that TRL still uses.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -138,3 +140,20 @@ def test_generation_between_steps(model, adapters, kwargs):
     assert config_of(handle).codec == "int8"
     handle.remove()
     assert step(model) == 0
+
+
+@pytest.mark.filterwarnings("ignore::gradckpt.GradckptInactiveWarning")  # attention with such a mask is other operators
+def test_selective_is_a_policy(tmp_path, model):
+    """TRL makes contexts of its key; a region gets a policy in their place, which knows what a
+    codec rounds."""
+    torchs, _ = finetune(model_families.build("llama", "sdpa"), tmp_path / "torch", {"selective": True})
+    gradckpt.stats.reset()
+    losses, compressed = finetune(model, tmp_path / "ours", {"selective": True, "compress": "int8"})
+    assert losses == pytest.approx(torchs, rel=2e-3)
+    assert compressed == STEPS * LAYERS
+    assert selective.latest is as_policy("save_attention")
+
+
+def test_selective_and_a_policy(tmp_path, model):
+    with pytest.raises(ValueError, match='"selective" means policy="save_attention"; leave "selective" or "policy"'):
+        finetune(model, tmp_path, {"selective": True, "compress": "int8", "policy": "save_matmuls"})

@@ -136,5 +136,5 @@ implementations = {
     "gradckpt": gradckpt.checkpoint,
 }
 reports = {name: report(checkpoint) for name, checkpoint in implementations.items()}
-odd = without_kernels() if hasattr(torch._C, "_acc") else None  # torch 2.10 and later
+odd = without_kernels() if hasattr(torch._C, "_acc") else None  # torch 2.11 and later
 print(json.dumps({**reports, "without kernels": odd}))

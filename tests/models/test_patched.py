@@ -197,8 +197,9 @@ class TestWhoIsServed:
 
     def test_torchs_errors(self):
         with gradckpt.patched("int8") as handle:
-            with pytest.raises(TypeError, match="missing 1 required positional argument: 'function'"):
-                early()
+            if not callable(getattr(torch.utils.checkpoint, "_checkpoint_impl", None)):  # else it is a decorator
+                with pytest.raises(TypeError, match="missing 1 required positional argument: 'function'"):
+                    early()
             with pytest.raises(ValueError, match="Unexpected keyword arguments: z"):
                 early(torch.sin, torch.ones(2), use_reentrant=True, z=1)
             with pytest.raises(ValueError, match="determinism_check should be one of"):

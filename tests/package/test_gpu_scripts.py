@@ -549,9 +549,9 @@ def test_what_a_python_lacks_is_said(tmp_path):
     given = dict.fromkeys(("setuptools", "numpy", "pytest"), "")
     good = {**given, "torch": TORCH.format(**FINE)}
     assert lacks(tmp_path, **good) == ""
-    assert "cannot import torch (not here); install torch there, >= 2.10" in lacks(tmp_path, **{**good, "torch": None})
+    assert "cannot import torch (not here); install torch there, >= 2.11" in lacks(tmp_path, **{**good, "torch": None})
     for change, said in (
-        ({"version": "2.9.1"}, "its torch is 2.9.1; install torch >= 2.10 there"),
+        ({"version": "2.9.1"}, "its torch is 2.9.1; install torch >= 2.11 there"),
         ({"cuda": None}, "its torch 2.11.0+cu130 is built without CUDA; install one with CUDA there"),
         ({"available": False}, "its torch 2.11.0+cu130 sees no CUDA device; check the driver"),
     ):

@@ -50,9 +50,9 @@ def test_files_alone(release):
 
 
 def test_an_interpreter_that_is_not_here_is_not_checked_by_name(release):
-    status, rows, counts = release("--pythons", "python3.99", "--torches", "2.10", "newest")
+    status, rows, counts = release("--pythons", "python3.99", "--torches", "2.11", "newest")
     assert (status, counts) == (0, "2 passed, 0 FAILED, 2 not checked")
-    for torch in ("2.10", "newest"):
+    for torch in ("2.11", "newest"):
         assert rows[f"python3.99, torch {torch}"] == ["not checked", "python3.99 is not on PATH"]
 
 
@@ -114,9 +114,9 @@ def test_without_a_wheel_nothing_passes(release):
     def build_wheel(sdist, out):
         raise Failed("gcc was not found")
 
-    status, rows, counts = release("--pythons", sys.executable, "--torches", "2.10", build_wheel=build_wheel)
+    status, rows, counts = release("--pythons", sys.executable, "--torches", "2.11", build_wheel=build_wheel)
     assert (status, counts) == (1, "1 passed, 1 FAILED, 1 not checked")
-    assert rows[f"{sys.executable}, torch 2.10"] == ["not checked", "there is no wheel"]
+    assert rows[f"{sys.executable}, torch 2.11"] == ["not checked", "there is no wheel"]
 
 
 def test_what_is_tried_begins_with_the_least_that_is_promised():

@@ -98,7 +98,7 @@ def test_one_wheel_for_every_python_and_old_systems(wheel):
     assert "\nRequires-Python: >=3.11\n" in text
     assert "\nLicense-Expression: Apache-2.0\n" in text
     assert [line for line in re.findall("^Requires-Dist: (.+)$", text, re.MULTILINE) if "extra" not in line] == [
-        "torch>=2.10"
+        "torch>=2.11"
     ]
 
 

@@ -86,7 +86,7 @@ NOT_REPLAYED = (
         "values gradients",
         (
             *("norm", "norm_inf", "norm(-inf)", "dist(-inf)", "linalg_norm", "cdist", "nn_functional_pdist", "renorm"),
-            *("nn_functional_normalize", "masked_normalize", "nn_functional_cosine_similarity", "corrcoef"),
+            *("nn_functional_normalize", "masked_normalize", "corrcoef"),
             *("linalg_matrix_norm", "nn_functional_pairwise_distance"),
         ),
     ),

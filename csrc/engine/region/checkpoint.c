@@ -67,13 +67,13 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
 {
     const int debug = gck_options_overridden(state, state->py.names._checkpoint_debug_enabled, o->debug, 0);
     const int custom = gck_options_custom_context(state, o), policy = gck_options_policy(o);
+    PyObject *see_kept = o->respect_saved_tensors_hooks != NULL ? o->respect_saved_tensors_hooks : Py_None;
     PyObject *made, *f, *r, *callback;
     int ok;
 
     *forward = NULL;
     if (debug > 0 && custom) {
-        PyErr_SetString(PyExc_ValueError, "debug=True is incompatible with non-default context_fn");
-        return -1;
+        return gck_raise_torchs(&state->py, "debug_with_contexts");
     }
     if (policy && (debug > 0 || custom)) {
         PyErr_SetString(PyExc_ValueError,
@@ -97,9 +97,9 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
     if (debug) {
         made = PyObject_CallFunction(state->py.call.debug_contexts, "OO", o->function, o->exact ? Py_True : Py_False);
     } else if (custom) {
-        made = PyObject_CallFunction(state->py.call.contexts, "(O)", o->context_fn);
+        made = PyObject_CallFunction(state->py.call.contexts, "(OO)", o->context_fn, see_kept);
     } else {
-        made = PyObject_CallFunction(state->py.call.policy_contexts, "(O)", o->policy);
+        made = PyObject_CallFunction(state->py.call.policy_contexts, "(OO)", o->policy, see_kept);
     }
     if (made == NULL) {
         return -1;
@@ -114,9 +114,6 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
     return ok ? 0 : -1;
 }
 
-static PyObject *pack(PyObject *frame, PyObject *x) { return (PyObject *)gck_frame_add((gck_frame *)frame, x); }
-
-static PyMethodDef pack_def = {"pack", pack, METH_O, NULL};
 static PyMethodDef unpack_def = {"unpack", gck_unpack, METH_O, NULL};
 
 /* Python turns a StopIteration that leaves a generator into a RuntimeError, and torch's function is
@@ -125,7 +122,7 @@ static void convert_stop_iteration(const gck_py *py)
 {
     PyObject *error = gck_error_object();
 
-    Py_XDECREF(PyObject_CallFunction(py->call.raise_stop_iteration, "O", error));
+    Py_XDECREF(PyObject_CallFunction(py->call.raise_torchs, "sO", "stop_iteration", error));
     Py_XDECREF(error);
 }
 
@@ -140,10 +137,7 @@ static int check_accelerator(const gck_py *py, int before)
     const int after = accelerator_initialized(py);
 
     if (after == 1 && before == 0) {
-        PyErr_SetString(PyExc_RuntimeError, "PyTorch's device state was initialized in the forward pass "
-                                            "of a Checkpoint, which is not allowed. Please open an issue "
-                                            "if you need this feature.");
-        return -1;
+        return gck_raise_torchs(py, "device_began");
     }
     return after < 0 ? -1 : 0;
 }
@@ -153,7 +147,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
     gck_packing packing = {.state = state, .plan = *plan};
-    const gck_hooks hooks = {&pack_def, &unpack_def, (PyObject *)frame, &frame->nslots, &frame->run};
+    const gck_hooks hooks = {(PyObject *)frame, &unpack_def, &frame->nslots, &frame->run};
     const int preserve = gck_truth(o->preserve_rng_state, 1);
     PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
     int initialized = 0;
@@ -225,19 +219,11 @@ static PyObject *call_non_reentrant(gck_state *state, const gck_options *o, PyOb
     return result;
 }
 
-static const char unspecified[] =
-    "torch.utils.checkpoint: the use_reentrant parameter should be "
-    "passed explicitly. Starting in PyTorch 2.9, calling checkpoint "
-    "without use_reentrant will raise an exception. use_reentrant=False is "
-    "recommended, but if you need to preserve the current default "
-    "behavior, you can pass use_reentrant=True. Refer to docs for more "
-    "details on the differences between the two variants.";
-
 /* use_reentrant= as truth.  None warns and means True, as in torch. */
-static int is_reentrant(const gck_options *o)
+static int is_reentrant(const gck_state *state, const gck_options *o)
 {
     if (o->use_reentrant == Py_None || (o->use_reentrant == NULL && o->exact)) {
-        return PyErr_WarnEx(PyExc_UserWarning, unspecified, 1) < 0 ? -1 : 1;
+        return gck_done(PyObject_CallFunction(state->py.call.warn_torchs, "s", "not_explicit")) < 0 ? -1 : 1;
     }
     return gck_truth(o->use_reentrant, 0);
 }
@@ -246,7 +232,7 @@ static int is_reentrant(const gck_options *o)
 static PyObject *run_region(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
                             PyObject *kwargs)
 {
-    const int reentrant = is_reentrant(o);
+    const int reentrant = is_reentrant(state, o);
     PyObject *dynamo, *result;
 
     if (reentrant < 0 || gck_dynamo_off(&state->py, &dynamo) < 0) {
@@ -268,6 +254,19 @@ static void note_keyword(const gck_state *state, PyObject *kwargs)
     (void)gck_error_return(&error);
 }
 
+/* checkpoint(...) without a function: what makes one region of each call of the function that it gets. */
+static PyObject *decorator(PyObject *module, PyObject *const *values, PyObject *kwnames, PyObject *unknown, int exact)
+{
+    PyObject *names = kwnames != NULL ? Py_NewRef(kwnames) : PyTuple_New(0), *result;
+
+    result = names != NULL
+        ? gck_invoke(gck_state_of(module)->py.call.decorate,
+                     Py_BuildValue("(ONNOi)", module, names, gck_tuple(values, PyTuple_Size(names)),
+                                   unknown != NULL ? unknown : Py_None, exact))
+        : NULL;
+    return result;
+}
+
 static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames, int exact)
 {
     gck_state *state = gck_state_of(module);
@@ -277,11 +276,8 @@ static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, P
     if (gck_options_parse(state, all, nall, kwnames, exact, &o, &kwargs) < 0) {
         return NULL;
     }
-    if (o.function == NULL && !exact && kwnames != NULL) {
-        result = gck_invoke(state->py.call.decorate, Py_BuildValue("(OON)", module, kwnames,
-                                                                   gck_tuple(all, PyTuple_Size(kwnames))));
-    } else if (o.function == NULL) {
-        PyErr_SetString(PyExc_TypeError, "checkpoint() missing 1 required positional argument: 'function'");
+    if (o.function == NULL || (o.function == Py_None && nall <= 1)) {
+        result = decorator(module, all + nall, kwnames, kwargs, exact);
     } else {
         PyObject *const *args = nall > 0 ? all + 1 : all;
         const Py_ssize_t nargs = nall > 0 ? nall - 1 : 0;

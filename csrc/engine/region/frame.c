@@ -1,6 +1,7 @@
 /* frame.c: heap types Frame and Holder: slots, tables, lifetimes. */
 #include "engine/region/frame.h"
 
+#include "engine/innermost_hooks.h"
 #include "engine/payload/rounding.h"
 #include "engine/selective/op_mixing.h"
 #include "engine/selective/selective_mode.h"
@@ -176,10 +177,31 @@ static void frame_dealloc(PyObject *op)
     gck_object_free(op);
 }
 
+static PyObject *frame_call(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *x = gck_packed_by(self, args, kwargs);
+
+    return x != NULL ? (PyObject *)gck_frame_add((gck_frame *)self, x) : NULL;
+}
+
+static PyObject *frame_user_hooks(PyObject *self, void *unused)
+{
+    (void)unused;
+    return gck_user_hooks_of(((gck_frame *)self)->state, self);
+}
+
+static PyGetSetDef frame_getset[] = {
+    {"_checkpoint_internal", gck_is_internal, NULL, NULL, NULL},
+    {"_user_hooks", frame_user_hooks, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot frame_slots[] = {
     {Py_tp_dealloc, frame_dealloc},
     {Py_tp_traverse, frame_traverse},
     {Py_tp_clear, frame_clear},
+    {Py_tp_call, frame_call},
+    {Py_tp_getset, frame_getset},
     {0, NULL},
 };
 

@@ -5,6 +5,7 @@
 #include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/objects.h"
+#include "engine/innermost_hooks.h"
 #include "engine/state.h"
 #include "engine/region/determinism.h"
 #include "engine/region/exchanged.h"
@@ -78,15 +79,6 @@ typedef struct {
     gck_origin *origins;           /* borrowed: one per slot; NULL: they are not compared */
 } gck_recompute;
 
-static PyType_Slot recompute_slots[] = {{Py_tp_dealloc, gck_object_free}, {0, NULL}};
-
-PyType_Spec gck_recompute_spec = {
-    .name = "gradckpt._C.Recompute",
-    .basicsize = sizeof(gck_recompute),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = recompute_slots,
-};
-
 /* Called for every tensor saved while the function runs again.  Keep it for its slot; raise torch's
  * stop exception once all slots were filled. */
 static PyObject *recompute_pack(PyObject *op, PyObject *x)
@@ -120,7 +112,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     if (value == NULL || frame == NULL) {
         Py_XDECREF(value);
         if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_AssertionError, "Internal error: target_frame reference is None");
+            gck_raise_torchs(py, "recompute_over");
         }
         return NULL;
     }
@@ -128,7 +120,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     if (index >= table->size) {
         if (frame->early_stop) {                 /* user code caught the stop exception and continued */
             Py_DECREF(value);
-            PyErr_SetString(PyExc_AssertionError, "Unexpected state: target_frame.early_stop is set");
+            gck_raise_torchs(py, "went_on");
             return NULL;
         }
         if (frame->phase == GCK_RECORDING) {     /* a backward inside the region, with early stop off */
@@ -151,13 +143,47 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     return value;                                /* R6 */
 }
 
+static PyObject *recompute_call(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *x = gck_packed_by(self, args, kwargs);
+
+    return x != NULL ? recompute_pack(self, x) : NULL;
+}
+
+static PyObject *recompute_user_hooks(PyObject *self, void *unused)
+{
+    const gck_frame *frame = ((gck_recompute *)self)->frame;
+
+    (void)unused;
+    return gck_user_hooks_of(frame != NULL ? frame->state : NULL, self);
+}
+
+static PyGetSetDef recompute_getset[] = {
+    {"_checkpoint_internal", gck_is_internal, NULL, NULL, NULL},
+    {"_user_hooks", recompute_user_hooks, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot recompute_slots[] = {
+    {Py_tp_dealloc, gck_object_free},
+    {Py_tp_call, recompute_call},
+    {Py_tp_getset, recompute_getset},
+    {0, NULL},
+};
+
+PyType_Spec gck_recompute_spec = {
+    .name = "gradckpt._C.Recompute",
+    .basicsize = sizeof(gck_recompute),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = recompute_slots,
+};
+
 static PyObject *recompute_unpack(PyObject *op, PyObject *x)
 {
     (void)op;
     return Py_NewRef(x);                         /* R6 */
 }
 
-static PyMethodDef recompute_pack_def = {"recompute_pack", recompute_pack, METH_O, NULL};
 static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack, METH_O, NULL};
 
 /* ---- running the function again ---- */
@@ -165,8 +191,7 @@ static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack,
 /* Run the function under its contexts, hooks on top.  0, or -1 with its exception. */
 static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, PyObject *kwargs)
 {
-    const gck_hooks hooks = {&recompute_pack_def, &recompute_unpack_def, (PyObject *)self, &self->table->counter,
-                             &self->run};
+    const gck_hooks hooks = {(PyObject *)self, &recompute_unpack_def, &self->table->counter, &self->run};
     PyObject *result = gck_region_call(frame, &hooks, frame->recompute_context, args, kwargs, 1);
 
     Py_XDECREF(result);
@@ -380,18 +405,9 @@ static PyObject *take(gck_frame *frame, gck_recomputed *table, Py_ssize_t index)
         return value;
     }
     if (index < table->size && table->handed[index]) {
-        PyErr_Format(frame->state->py.CheckpointError,
-                     "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already "
-                     "unpacked once. %sIf you are calling ctx.saved_tensors in backward, make sure "
-                     "to do so only once. Otherwise please open an issue with details on your use case.",
-                     table->group == NULL ? ""
-                     : "Performing two backward calls that overlap (i.e. require the same "
-                       "saved activation in order to compute gradients) is not allowed while "
-                       "under the torch.utils.checkpoint.GraphExecGroup context. ");
+        gck_raise_torchs(&frame->state->py, "unpacked_twice");
     } else {
-        PyErr_SetString(PyExc_AssertionError,
-                        "Something went unexpectedly wrong in activation checkpoint. "
-                        "Please report this bug by filing an issue to PyTorch.");
+        gck_raise_torchs(&frame->state->py, "lost");
     }
     return NULL;
 }

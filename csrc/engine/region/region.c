@@ -317,7 +317,7 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
     const gck_py *py = &frame->state->py;
     PyObject *result, *variables, *tokens;
 
-    if (hooks != NULL && gck_hooks_push(py, hooks->pack, hooks->unpack, hooks->self) < 0) {
+    if (hooks != NULL && gck_hooks_push(py, Py_NewRef(hooks->pack), hooks->unpack, hooks->pack) < 0) {
         return NULL;
     }
     if (remat_enter(frame, hooks, replay, &variables, &tokens) < 0) {

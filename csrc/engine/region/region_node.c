@@ -70,7 +70,7 @@ static int warn_without_grad(const gck_py *py, PyObject *inputs)
         grad = gck_attr_is_true(PyList_GetItem(inputs, i), py->names.requires_grad);
     }
     return grad != 0 ? grad
-         : PyErr_WarnEx(PyExc_UserWarning, "None of the inputs have requires_grad=True. Gradients will be None", 1);
+         : gck_done(PyObject_CallFunction(py->call.warn_torchs, "s", "no_grad_inputs"));
 }
 
 /* Keep the arguments of torch's form: its tensors become the node's saved tensors, and the rest of
@@ -185,15 +185,27 @@ exit:
 /* 0, or -1 with torch's ValueError. */
 static int check_options(const gck_state *state, const gck_options *o, PyObject *kwargs)
 {
-    const int contexts = gck_options_custom_context(state, o) || (o->debug != NULL && o->debug != Py_False);
     const int compress = o->compress != NULL && o->compress != Py_None && o->compress != Py_False;
     const char *ours = compress ? "compress" : gck_options_policy(o) ? "policy" : NULL;
+    const struct { PyObject *value; const char *name; } only_otherwise[] = {
+        {gck_options_custom_context(state, o) ? o->context_fn : NULL, "context_fn"},
+        {o->debug != Py_False ? o->debug : NULL, "debug"},
+        {o->respect_saved_tensors_hooks != Py_None ? o->respect_saved_tensors_hooks : NULL,
+         "respect_saved_tensors_hooks"},
+    };
+    PyObject *given = kwargs != NULL ? PyDict_Copy(kwargs) : PyDict_New();
+    int status = given == NULL ? -1 : 0;
 
-    if (kwargs == NULL && !contexts && ours == NULL) {
-        return 0;
+    for (size_t i = 0; status == 0 && i < sizeof only_otherwise / sizeof *only_otherwise; i++) {
+        if (only_otherwise[i].value != NULL) {
+            status = PyDict_SetItemString(given, only_otherwise[i].name, only_otherwise[i].value);
+        }
     }
-    return gck_done(PyObject_CallFunction(state->py.call.check_reentrant, "Oiz", kwargs ? kwargs : Py_None, contexts,
-                                          ours));
+    if (status == 0 && (PyDict_Size(given) > 0 || ours != NULL)) {
+        status = gck_done(PyObject_CallFunction(state->py.call.check_reentrant, "Oz", given, ours));
+    }
+    Py_XDECREF(given);
+    return status;
 }
 
 PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,

@@ -86,9 +86,7 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
         Py_XDECREF(x);
     }
     if (status == 0 && PyList_Size(roots) == 0 && asked) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "none of output has requires_grad=True, this checkpoint() is not necessary");
-        status = -1;
+        status = gck_raise_torchs(py, "no_grad_output");
     }
     return status;
 }
@@ -213,13 +211,12 @@ static int check_valid(const gck_frame *frame)
     const int truth = frame->node.parameters_in != NULL ? 1 : gck_ask(py->is_checkpoint_valid);
 
     if (truth == 0) {
-        PyErr_SetString(PyExc_RuntimeError, frame->node.reentrant
-                        ? "When use_reentrant=True, torch.utils.checkpoint is incompatible"
-                          " with .grad() or passing an `inputs` parameter to .backward()."
-                          " To resolve this error, you can either set use_reentrant=False,"
-                          " or call .backward() without passing the `inputs` argument."
-                        : "gradckpt: SelectiveRecompute allows no .grad() or backward(inputs=...) with a callable "
-                          "that is no module; pass the module, its method, or a functools.partial");
+        if (frame->node.reentrant) {
+            return gck_raise_torchs(py, "inputs_given");
+        }
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: SelectiveRecompute allows no .grad() or backward(inputs=...) "
+                                            "with a callable that is no module; pass the module, its method, or a "
+                                            "functools.partial");
     }
     return truth > 0 ? 0 : -1;
 }

@@ -110,7 +110,7 @@ static int receiving(const gck_state *state, const gck_running **r)
         return -1;
     }
     if (owner == GCK_HOOKS_TORCHS_REGION
-        || (owner == GCK_HOOKS_REGION && innermost->hooks != NULL && self != innermost->hooks->self)) {
+        || (owner == GCK_HOOKS_REGION && innermost->hooks != NULL && self != innermost->hooks->pack)) {
         *r = NULL;
     }
     Py_DECREF(top);
@@ -134,8 +134,8 @@ PyObject *gck_running_region(PyObject *module, PyObject *unused)
     if (r->frame->calls == NULL && (r->frame->calls = PyDict_New()) == NULL) {
         return NULL;
     }
-    pack = r->hooks != NULL ? PyCFunction_New(r->hooks->pack, r->hooks->self) : Py_NewRef(Py_None);
-    unpack = r->hooks != NULL ? PyCFunction_New(r->hooks->unpack, r->hooks->self) : Py_NewRef(Py_None);
+    pack = r->hooks != NULL ? Py_NewRef(r->hooks->pack) : Py_NewRef(Py_None);
+    unpack = r->hooks != NULL ? PyCFunction_New(r->hooks->unpack, r->hooks->pack) : Py_NewRef(Py_None);
     if (pack != NULL && unpack != NULL) {
         result = Py_BuildValue("(OOOOnOO)", r->frame->calls, r->replay ? Py_True : Py_False,
                                r->frame->ambient.cpu_rng != NULL ? Py_True : Py_False,
@@ -182,7 +182,7 @@ static PyObject *hooks_below(const gck_state *state, const gck_running *r, gck_h
 {
     PyObject *self, *top = gck_innermost_hooks(state, owner, &self), *below;
 
-    if (top == NULL || r == NULL || r->hooks == NULL || self != r->hooks->self) {
+    if (top == NULL || r == NULL || r->hooks == NULL || self != r->hooks->pack) {
         return top;
     }
     below = gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) < 0 ? NULL

@@ -7,8 +7,8 @@
 
 /* Saved-tensor hooks that are active while a region's function runs. */
 typedef struct {
-    PyMethodDef *pack, *unpack;
-    PyObject    *self;             /* borrowed: the object to which the two are bound      */
+    PyObject    *pack;             /* borrowed: a frame or a recompute, which is its own pack hook */
+    PyMethodDef *unpack;           /* bound to it                                          */
     const Py_ssize_t *saved;       /* borrowed: how many tensors they have packed          */
     const gck_run **run;           /* borrowed: where they find the run while it lasts     */
 } gck_hooks;

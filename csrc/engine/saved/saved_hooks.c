@@ -335,17 +335,17 @@ static gck_saved_hooks *hooks_new(gck_state *state, PyObject *compress, PyObject
     return self;
 }
 
-/* New reference; NULL: nothing was pushed.  Tensors that wait under other hooks wait in a list of
- * their own. */
+/* New reference; NULL: nothing was pushed.  Under other hooks tensors wait in a list of their own. */
 static gck_saved_hooks *push_ours(gck_state *state, PyObject *compress, PyObject *formats, PyObject *top)
 {
     gck_saved_hooks *self = hooks_new(state, compress, formats);
+    PyObject *op = (PyObject *)self;
 
     if (self != NULL
         && (find_outer(self, top) < 0
             || (self->waits
                 && (self->waiting = self->packing.outer ? gck_saved_list_new() : gck_saved_list_of_thread()) == NULL)
-            || gck_hooks_push(&state->py, &pack_def, &unpack_def, (PyObject *)self) < 0)) {
+            || gck_hooks_push(&state->py, PyCFunction_New(&pack_def, op), &unpack_def, op) < 0)) {
         Py_CLEAR(self);
     }
     return self;

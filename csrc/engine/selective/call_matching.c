@@ -97,7 +97,7 @@ Py_ssize_t gck_matching_find(gck_matching *m, gck_op_storage *store, const gck_c
             m->often = found;
             m->surplus = m->surplus != NULL ? m->surplus : Py_NewRef(call->key);
             PyObject *key = Py_NewRef(call->key);
-            gck_done(PyObject_CallFunction(store->state->py.call.raise_no_entry, "Oiii", key,
+            gck_done(PyObject_CallFunction(store->state->py.call.raise_torchs, "sOiii", "no_entry", key,
                                            index_of(m, store, key), 1, 0));
             Py_DECREF(key);
             return -1;

@@ -122,7 +122,8 @@ static PyObject *give(gck_active *active, gck_op_storage *store, gck_call *call,
     PyObject *modes, *out = NULL;
 
     if (entry == store->state->py.consumed_mark) {
-        gck_done(PyObject_CallFunction(store->state->py.call.raise_no_entry, "Oiii", key, 0, 1, 1));
+        gck_done(PyObject_CallFunction(store->state->py.call.raise_torchs, "sOiii", "no_entry", key, 0, 1,
+                                       1));
     } else {
         if (!store->reusable && !of->lasting) {
             gck_matching_consume(&active->matching, store, index);
@@ -163,8 +164,8 @@ static PyObject *replay_traced(gck_active *active, gck_op_storage *store, gck_ca
             out = PyObject_CallFunction(py->call.traced_value, "Oi", entry, store->mutation);
         }
     } else if (!PyErr_Occurred() && index != NULL) {
-        gck_done(PyObject_CallFunction(py->call.raise_no_entry, "OOii", call->key, index, calls != NULL,
-                                       entry != NULL));
+        gck_done(PyObject_CallFunction(py->call.raise_torchs, "sOOii", "no_entry", call->key, index,
+                                       calls != NULL, entry != NULL));
     }
     Py_XDECREF(counts);
     Py_XDECREF(calls);

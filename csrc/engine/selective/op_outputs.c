@@ -9,6 +9,7 @@
 #include "torch/input.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
+#include "engine/innermost_hooks.h"
 #include "engine/payload/packed.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_bytes.h"
@@ -23,6 +24,7 @@ static int kept_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(((gck_op_output *)self)->val);
+    Py_VISIT(((gck_op_output *)self)->unpack);
     Py_VISIT(((gck_op_output *)self)->form);
     Py_VISIT(((gck_op_output *)self)->others);
     Py_VISIT(((gck_op_output *)self)->copy);
@@ -32,6 +34,7 @@ static int kept_traverse(PyObject *self, visitproc visit, void *arg)
 static int kept_clear(PyObject *self)
 {
     Py_CLEAR(((gck_op_output *)self)->val);
+    Py_CLEAR(((gck_op_output *)self)->unpack);
     Py_CLEAR(((gck_op_output *)self)->form);
     Py_CLEAR(((gck_op_output *)self)->others);
     Py_CLEAR(((gck_op_output *)self)->copy);
@@ -94,13 +97,31 @@ PyObject *gck_op_output_alias(const gck_py *py, PyObject *x)
     return alias;
 }
 
+/* New reference: the payload, whose bytes the user's hooks take, if any see them. */
+static PyObject *payload_of(gck_op_storage *store, gck_input *in, const gck_plan *plan, gck_skip_reason *skip)
+{
+    gck_state *state = store->state;
+    const int use = store->hooks != NULL ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION;
+    PyObject *payload;
+    gck_dither dither;
+
+    *skip = GCK_COMPRESS;
+    if (store->hooks != NULL && gck_done(PyObject_Call(state->py.push_hooks, store->hooks, NULL)) < 0) {
+        return NULL;
+    }
+    payload = gck_payload_new(state, plan->codec, in, NULL, gck_next_dither(state, plan, 1, &dither), use, NULL, skip);
+    if (store->hooks != NULL) {
+        gck_hooks_pop(&state->py);
+    }
+    return payload;
+}
+
 /* New reference: the payload of x, or NULL without an exception when x stays uncompressed. */
 static PyObject *encoded(gck_op_storage *store, PyObject *x, const gck_plan *plan)
 {
     gck_state *state = store->state;
     gck_stats *s = &state->stats;
     gck_input in = gck_input_of(x);
-    gck_dither dither;
     PyObject *payload = NULL;
     gck_skip_reason skip;
     int reason = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
@@ -108,8 +129,7 @@ static PyObject *encoded(gck_op_storage *store, PyObject *x, const gck_plan *pla
 
     s->eligible += reason >= 0;
     if (reason == GCK_COMPRESS) {
-        payload = gck_payload_new(state, plan->codec, &in, NULL, gck_next_dither(state, plan, 1, &dither),
-                                  GCK_FOR_REGION, NULL, &skip);
+        payload = payload_of(store, &in, plan, &skip);
         reason = (int)skip;
     }
     gck_input_clear(&in);
@@ -159,24 +179,44 @@ int gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nby
     return 0;
 }
 
+/* New reference: what is kept of a tensor that no codec takes: itself, or what the user's hooks make of it. */
+static PyObject *packed(gck_op_storage *store, PyObject *x)
+{
+    PyObject *alias = gck_op_output_alias(&store->state->py, x), *made;
+
+    if (alias == NULL || store->hooks == NULL) {
+        return alias;
+    }
+    made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(store->hooks, 0), alias, NULL);
+    Py_DECREF(alias);
+    return made;
+}
+
 static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *plan)
 {
     const gck_py *py = &store->state->py;
     const int tensor = gck_is_tensor(py, x);
     PyObject *val = tensor > 0 && plan != NULL && plan->codec != NULL ? encoded(store, x, plan) : NULL;
+    PyObject *unpack = NULL;
     int64_t version = -1;                        /* inference tensors have none: nothing to compare */
+    int known = tensor;                          /* val is a tensor that may be written into */
 
     if (val == NULL && tensor >= 0 && !PyErr_Occurred()) {
-        val = tensor ? gck_op_output_alias(py, x) : Py_NewRef(x);
-        if (val != NULL && tensor
-            && (gck_version_of(py, val, &version) < 0
+        val = tensor ? packed(store, x) : Py_NewRef(x);
+        unpack = tensor && store->hooks != NULL ? PyTuple_GetItem(store->hooks, 1) : NULL;
+        known = val != NULL && unpack != NULL ? gck_is_tensor(py, val) : tensor;
+        if (val != NULL && known
+            && (known < 0 || gck_version_of(py, val, &version) < 0
                 || gck_count_bytes(py, val, &store->state->stats.policy_bytes) < 0)) {
             Py_CLEAR(val);
         }
     }
     store->state->stats.policy_outputs += tensor > 0 && val != NULL;
     PyObject *kept = kept_new(store, val, version);
-    if (kept != NULL && tensor
+    if (kept != NULL) {
+        ((gck_op_output *)kept)->unpack = Py_XNewRef(unpack);
+    }
+    if (kept != NULL && known
         && gck_memory_of(py, val, &((gck_op_output *)kept)->data, &((gck_op_output *)kept)->nbytes) < 0) {
         Py_CLEAR(kept);
     }
@@ -305,9 +345,32 @@ static PyObject *map(gck_op_storage *store, PyObject *x, const gck_plan *plan, i
     return tuple ? gck_as_tuple(list) : list;
 }
 
+/* New reference: the hooks of the user's that see what is kept; None.  NULL with an exception. */
+static PyObject *seen_by(gck_op_storage *store)
+{
+    PyObject *hooks = store->shown == 0 ? Py_NewRef(Py_None) : gck_user_hooks(store->state);
+
+    if (hooks == NULL || hooks == Py_None || store->shown > 0) {
+        return hooks;
+    }
+    Py_DECREF(hooks);
+    return gck_done(PyObject_CallFunction(store->state->py.call.warn_torchs, "s", "hooks_bypassed")) < 0
+         ? NULL : Py_NewRef(Py_None);
+}
+
 PyObject *gck_op_output_keep(gck_op_storage *store, PyObject *out, const gck_plan *plan)
 {
-    return map(store, out, plan, keep_one);
+    PyObject *hooks = seen_by(store), *around = store->hooks, *kept;
+
+    if (hooks == NULL || hooks == Py_None) {
+        Py_XDECREF(hooks);
+        return hooks != NULL ? map(store, out, plan, keep_one) : NULL;
+    }
+    store->hooks = hooks;
+    kept = map(store, out, plan, keep_one);
+    store->hooks = around;
+    Py_DECREF(hooks);
+    return kept;
 }
 
 /* Call form.keep(args, kwargs, b) or form.give(a, args, kwargs) without grad: not every operator
@@ -398,8 +461,14 @@ static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *un
         return NULL;
     }
     if (kept->version >= 0 && !store->mutation && now != kept->version) {
-        PyErr_SetString(PyExc_RuntimeError, "Tensor cached during selective activation checkpoint has been mutated");
+        gck_raise_torchs(py, "mutated");
         return NULL;
+    }
+    if (kept->unpack != NULL && (x = PyObject_CallFunctionObjArgs(kept->unpack, kept->val, NULL)) != kept->val) {
+        return x;
+    }
+    if (kept->unpack != NULL) {                  /* they gave the very tensor back */
+        Py_DECREF(x);
     }
     /* Autograd writes into the object it gets, so an entry that stays gives a new one. */
     return (store->reusable || kept->version < 0) && gck_is_tensor(py, kept->val) > 0 ? fresh(store, kept)

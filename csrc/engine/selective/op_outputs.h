@@ -11,6 +11,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *val;           /* a detached alias, a Payload, or not a tensor; torch's modes have this attribute too */
     int64_t   version;       /* -1: not compared                                             */
+    PyObject *unpack;        /* of the user's hooks that have packed val; owned, NULL        */
     PyObject *form;          /* the form whose state val is, of a discrete operator; owned, NULL */
     /* The memory of an alias, and what may have changed unseen by its version: */
     const char *data;

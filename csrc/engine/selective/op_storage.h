@@ -52,6 +52,8 @@ typedef struct {
     int        stamped;             /* its calls have stamps                                        */
     int        mutation;            /* entries may have been changed in place                       */
     int        reusable;            /* a call may be replayed more than once                        */
+    int        shown;               /* saved-tensor hooks of the user's see what is kept; -1: torch's default */
+    PyObject  *hooks;               /* borrowed: their pair, while something is kept; NULL: none    */
     int        traced;              /* torch's own mode kept every output, for a graph              */
     /* the recompute may get other values than the forward: outputs of the policy's, or also the inputs */
     int        approximate_outputs, approximate_inputs;

@@ -243,6 +243,7 @@ static int context_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     self->store = (gck_op_storage *)Py_NewRef(store);
+    self->store->shown = -1;
     self->by_key = by_key;
     self->replay = replay;
     Py_XDECREF((PyObject *)old);
@@ -293,6 +294,27 @@ static int context_set(PyObject *op, PyObject *value, void *unused)
     return 0;
 }
 
+static PyObject *context_get_shown(PyObject *op, void *unused)
+{
+    const gck_op_storage *store = ((gck_context *)op)->store;
+
+    (void)unused;
+    return Py_NewRef(store == NULL || store->shown < 0 ? Py_None : store->shown ? Py_True : Py_False);
+}
+
+static int context_set_shown(PyObject *op, PyObject *value, void *unused)
+{
+    gck_op_storage *store = ((gck_context *)op)->store;
+    const int shown = value == NULL || value == Py_None ? -1 : PyObject_IsTrue(value);
+
+    (void)unused;
+    if (store == NULL || PyErr_Occurred()) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    store->shown = shown;
+    return 0;
+}
+
 static PyMethodDef context_methods[] = {
     {"__enter__", context_enter, METH_NOARGS, "Catch operators in this thread."},
     {"__exit__", context_exit, METH_VARARGS, "Catch them no longer."},
@@ -303,6 +325,8 @@ static PyMethodDef context_methods[] = {
 
 static PyGetSetDef context_getset[] = {
     {"storage", context_get, context_set, "{operator: {call: what is kept of it}}.", NULL},
+    {"respect_saved_tensors_hooks", context_get_shown, context_set_shown,
+     "Whether saved-tensor hooks around the region see what is kept; None: torch's default.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
