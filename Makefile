@@ -38,7 +38,7 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 # A test that hangs where no signal reaches it (C++ that waits with the GIL held) ends the run, with all its stacks.
 WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 # Of `make test_newer`: the folders whose tests meet torch's engine most.
-ROOMS := tests/engine tests/equivalence tests/selective
+ROOMS := tests/engine tests/equivalence tests/selective tests/compile tests/models
 
 .PHONY: help demo test test_newer test_rooms test_all soak mutants bench lint docs gpu gpu_here gpu_tools release clean setup tools
 .DEFAULT_GOAL := help
@@ -52,11 +52,12 @@ demo: $(VENV)/.built  ## train a deep Llama: what checkpoints save, cost and cha
 	@$(BIN)/python examples/train_llama.py $(DEMO_ARGS)
 
 # Each ends with pytest's closing line. tests/conftest.py says what `test` leaves to `test_all`, and why.
-test: lint  ## ruff, mypy and the tests of the library itself (8 minutes on two cores, set-up included)
+# Of another torch the tests alone: types and texts are those of the default.
+test: $(if $(filter 2.13.0,$(TORCH)),lint) $(VENV)/.test  ## ruff, mypy and the tests of the library itself (8 minutes on two cores, set-up included)
 	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test $(TEST_ARGS)
 
-# With the extension that .venv has: one build serves each torch. tests/helpers/newer_torch.py lists what fails there.
-test_newer: $(VENV)/.test  ## the part of `test` that is about regions, on a newer torch (5 minutes; a CUDA build, 6 GB)
+# With the extension that .venv has: one build serves each torch.
+test_newer: $(VENV)/.test  ## the part of `test` that is about regions and models, on a newer torch (8 minutes; a CUDA build, 6 GB)
 	@$(MAKE) --no-print-directory TORCH=$(NEWER) VENV=.venv-torch-$(NEWER) test_rooms
 
 test_rooms: $(VENV)/.rooms

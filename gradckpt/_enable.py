@@ -88,7 +88,8 @@ def enable(
         plan: A :class:`gradckpt.Plan`, or the path of its file. It decides everything.
         optimizer: With ``budget``: its states and its step count from the first plan on.
         **keywords: ``context_fn``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
-            ``early_stop`` and ``buffers``, as for :func:`gradckpt.checkpoint`.
+            ``early_stop``, ``respect_saved_tensors_hooks`` and ``buffers``, as for
+            :func:`gradckpt.checkpoint`.
 
     Returns:
         A :class:`Handle`, whose ``remove()`` undoes all of it. It need not be kept; :func:`disable`

@@ -12,7 +12,6 @@ import sys
 import pytest
 from built import built_once
 from checkout import ROOT, TESTS
-from newer_torch import expect_failures
 from targets import LEFT, is_left
 
 # ---- make test and make test_all
@@ -158,8 +157,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if (world := _world_of(item)) is not None:
             item.add_marker(pytest.mark.xdist_group(world))
-    import torch
-
     from gradckpt import codecs
 
     def exists(item):
@@ -170,7 +167,6 @@ def pytest_collection_modifyitems(config, items):
 
     items[:] = [item for item in items if exists(item)]
     _of_target(config, items)
-    expect_failures(items, torch.__version__)
 
 
 # ---- transformers before 5.23: what it has not is skipped, with the reason

@@ -133,7 +133,8 @@ def checkpoint_sequential(
             ``nn.Sequential``. ``True``: it becomes the next function's positional arguments, so
             that several tensors pass between functions.
         **options: ``policy``, ``preserve_rng_state``, ``context_fn``, ``determinism_check``,
-            ``debug``, ``early_stop``, ``buffers`` of :func:`gradckpt.checkpoint`.
+            ``debug``, ``early_stop``, ``respect_saved_tensors_hooks``, ``buffers`` of
+            :func:`gradckpt.checkpoint`.
 
     Returns:
         The result of the last function.

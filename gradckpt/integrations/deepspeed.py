@@ -156,8 +156,8 @@ def configure(
         partition_activations, contiguous_checkpointing, synchronize, profile: An error if true.
         num_checkpoints: Has an effect on contiguous checkpointing only, as in DeepSpeed.
         **options: ``compress`` (default int8), ``policy`` or ``context_fn``,
-            ``preserve_rng_state``, ``early_stop``, ``determinism_check``, ``debug`` and
-            ``buffers``, as for :func:`gradckpt.checkpoint`.
+            ``preserve_rng_state``, ``early_stop``, ``determinism_check``, ``debug``,
+            ``respect_saved_tensors_hooks`` and ``buffers``, as for :func:`gradckpt.checkpoint`.
 
     Raises:
         ValueError: gradckpt does not support an option; the message gives an alternative. Or a

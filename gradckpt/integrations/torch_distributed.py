@@ -85,7 +85,8 @@ def checkpoint_wrapper(
         nested: Allow the module to hold checkpointed ones, or to lie inside one. The inner ones
             then run once more in each recompute of the outer.
         **options: ``policy`` or ``context_fn``, ``preserve_rng_state``, ``early_stop``,
-            ``determinism_check``, ``debug`` and ``buffers``, as for :func:`gradckpt.checkpoint`;
+            ``determinism_check``, ``debug``, ``respect_saved_tensors_hooks`` and ``buffers``, as
+            for :func:`gradckpt.checkpoint`;
             torch's ``checkpoint_impl=CheckpointImpl.NO_REENTRANT``, which is the default anyway.
 
     Raises:

@@ -18,10 +18,11 @@
 
 const char gck_checkpoint_doc[] =
     "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, "
-    "context_fn=None, determinism_check='default', debug=False, early_stop=True, buffers=None, **kwargs)\n--\n\n"
+    "context_fn=None, determinism_check='default', debug=False, early_stop=True, respect_saved_tensors_hooks=None, "
+    "buffers=None, **kwargs)\n--\n\n"
     "Run ``function(*args, **kwargs)`` now, and again in backward instead of keeping what it saved.\n\n"
-    "A drop-in for ``torch.utils.checkpoint.checkpoint``; gradckpt.compat lists the differences. Called with\n"
-    "keywords only, it returns a decorator: ``@checkpoint(compress=\"int8\")``.\n\n"
+    "A drop-in for ``torch.utils.checkpoint.checkpoint``; gradckpt.compat lists the differences. Called\n"
+    "without a function, it returns a decorator: ``@checkpoint(compress=\"int8\")``.\n\n"
     "Args:\n"
     "    function: Pure apart from random numbers and autocast, both of which the recompute repeats.\n"
     "    *args, **kwargs: Passed to ``function``. Tensors may be nested in containers.\n"
@@ -42,6 +43,8 @@ const char gck_checkpoint_doc[] =
     "    debug: As in torch. It also raises for parameters of the region that changed before its recompute, and\n"
     "        warns of arguments that did, by path: ``args[0].scale: 3.0, now 4.0``. Without it such changes are\n"
     "        silent, as in torch.\n"
+    "    respect_saved_tensors_hooks: Whether saved-tensor hooks around the region see what a policy keeps,\n"
+    "        payloads too. ``None``: they do not, and torch 2.14 and later warn; ``False``: no warning.\n"
     "    buffers: The modules whose running statistics (BatchNorm and others, see gradckpt._engine.buffers)\n"
     "        are updated once per step: a module or a list of them. ``\"once\"`` means the module that\n"
     "        ``function`` is or belongs to, ``None`` the same where one exists. With ``\"torch\"`` the recompute\n"
@@ -56,7 +59,7 @@ const char gck_checkpoint_doc[] =
 
 const char gck_compat_checkpoint_doc[] =
     "checkpoint(function, *args, use_reentrant=None, context_fn=None, determinism_check='default', debug=False, "
-    "early_stop=True, **kwargs)\n--\n\n"
+    "early_stop=True, respect_saved_tensors_hooks=None, **kwargs)\n--\n\n"
     "Run ``torch.utils.checkpoint.checkpoint``, with the same defaults, warnings and error texts.";
 
 /* ---- the record ---- */
