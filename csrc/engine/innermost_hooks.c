@@ -73,8 +73,9 @@ PyObject *gck_is_internal(PyObject *hook, void *unused)
 
 PyObject *gck_packed_by(PyObject *hook, PyObject *args, PyObject *kwargs)
 {
-    if (kwargs != NULL || PyTuple_Size(args) != 1) {
-        return PyErr_Format(PyExc_TypeError, "gradckpt: %R takes one tensor to pack", hook);
-    }
-    return PyTuple_GetItem(args, 0);
+    PyObject *x = NULL;
+
+    (void)hook;
+    (void)kwargs;
+    return PyArg_ParseTuple(args, "O:pack", &x) ? x : NULL;
 }

@@ -34,13 +34,3 @@ def _overload(name: str) -> Any:
         return None
     op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
     return None if op is None or any(arg.alias_info is not None for arg in op._schema.arguments) else op
-
-
-def keeping_effects(policy: Any) -> Any:
-    """Return the :class:`Policy` with the operators that have an effect."""
-    found = with_effect()
-    if not found:
-        return policy
-    if policy.with_effects is None or policy.with_effects[0] is not found:
-        policy.with_effects = found, policy.and_keeps(found)
-    return policy.with_effects[1]

@@ -15,6 +15,7 @@ from gradckpt._engine import torch_errors
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import is_catchable
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS
+from gradckpt._engine.op_effects import with_effect
 from gradckpt._engine.op_mixing import JOINT, PRODUCT, SEPARATE, UNKNOWN, mixing_of
 
 OpOverloadPacket, OpOverload = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
@@ -121,15 +122,6 @@ class Policy:
             [(name, _short(config)) for name, _ in self.parts],
         )
 
-    def and_keeps(self, ops: Iterable[Any]) -> Policy:
-        """Return this policy, which also keeps the outputs of these, unless it says
-        ``MUST_RECOMPUTE``."""
-        known = self.rules
-        more = [Rule(op) for op in ops if op not in known or (known[op].keep == RECOMPUTE and not known[op].always)]
-        policy = Policy([*known.values(), *more], self.wanted, self.parts)
-        policy.mixed = self.mixed
-        return policy
-
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):
             return NotImplemented
@@ -164,6 +156,21 @@ def unmixed(policy: Policy, restored: bool) -> Policy:
     rest = Policy(rules, policy.wanted, policy.parts)
     rest.mixed = again
     return rest
+
+
+def keeping_effects(policy: Policy) -> Policy:
+    """Return the policy, which also keeps what operators with an effect return, unless it says
+    ``MUST_RECOMPUTE``.
+    """
+    found, known = with_effect(), policy.rules
+    if not found:
+        return policy
+    if policy.with_effects is None or policy.with_effects[0] is not found:
+        more = [Rule(op) for op in found if op not in known or (known[op].keep == RECOMPUTE and not known[op].always)]
+        made = Policy([*known.values(), *more], policy.wanted, policy.parts)
+        made.mixed = policy.mixed
+        policy.with_effects = found, made
+    return policy.with_effects[1]
 
 
 def _short(config: CompressionConfig | None) -> str:

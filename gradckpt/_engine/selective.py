@@ -22,7 +22,6 @@ from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import catch
 from gradckpt._engine.discrete_forms import OfFloats
-from gradckpt._engine.op_effects import keeping_effects
 from gradckpt._engine.op_mixing import PRODUCT, mixing_of, warn_mixing
 from gradckpt._engine.op_policy import (
     ALL_FORMS,
@@ -34,6 +33,7 @@ from gradckpt._engine.op_policy import (
     PolicyOrOps,
     Save,
     is_overload,
+    keeping_effects,
     read_policy,
     unmixed,
 )

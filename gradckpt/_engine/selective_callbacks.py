@@ -20,8 +20,8 @@ from gradckpt._engine import kept_calls, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.catching import catch
-from gradckpt._engine.op_effects import keeping_effects, with_effect
-from gradckpt._engine.op_policy import read_policy
+from gradckpt._engine.op_effects import with_effect
+from gradckpt._engine.op_policy import keeping_effects, read_policy
 from gradckpt._patching import CHECKPOINT
 
 # ---- policies ----

@@ -27,10 +27,6 @@ EVERYTHING = "checkpoint()"
 ERRORS = "torch's own texts of errors, in place of ours"
 
 
-class MissingName(RuntimeError):
-    """torch lacks a name that is needed now."""
-
-
 class Missing:
     """Stand for a name that this torch does not have."""
 
@@ -38,7 +34,7 @@ class Missing:
         self._path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise MissingName(
+        raise NotImplementedError(
             f"gradckpt: torch {torch.__version__} has no {self._path}, which {NAMES.get(self._path, ERRORS)} needs; "
             "install a torch that gradckpt was tested with"
         )
