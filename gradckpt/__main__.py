@@ -130,6 +130,7 @@ def describe(found: dict[str, Any]) -> list[str]:
         *((f"GPU {i}", _gpu(card)) for i, card in enumerate(found["cuda"]["gpus"])),
         *(("variable", _variable(name, value)) for name, value in found["variables"].items()),
         *(("torch lacks", f"{name}: {without}") for name, without in found["missing"].items()),
+        *(("torch differs", text) for text in found["differs"]),
         *((name, _package(name, one)) for name, one in found["integrations"].items() if one["importable"]),
         ("not installed", ", ".join(name for name, one in found["integrations"].items() if not one["importable"])),
     ]

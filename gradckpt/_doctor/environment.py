@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import platform
 import re
@@ -15,11 +16,15 @@ from typing import Any
 import torch
 
 from gradckpt import _C
+from gradckpt._engine import torch_errors
 from gradckpt._engine import torch_private as private
 from gradckpt._version import __version__
 
 #: The first and last release, by major and minor number, with which the tests were run.
 TESTED = {"torch": ("2.11", "2.15"), "transformers": ("4.48", "5.23")}
+
+#: What only newer torch of that range says.
+SILENT = ("suppressed",)
 
 #: Packages that are used with gradckpt: name of the import -> name of the distribution.
 INTEGRATIONS = {
@@ -69,6 +74,7 @@ def facts() -> dict[str, Any]:
         "isa": isa(),
         "variables": variables(os.environ),
         "missing": missing(info),
+        "differs": differs(),
         "integrations": {name: integration(name) for name in INTEGRATIONS},
     }
 
@@ -208,6 +214,16 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(environment.items())
         if name.startswith("GRADCKPT_")
     }
+
+
+def differs() -> list[str]:
+    """Return what the installed torch says or takes otherwise than every torch that was tested."""
+    taken = inspect.signature(_C.checkpoint).parameters
+    theirs = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+    keywords = [name for name, one in theirs.items() if one.kind is one.KEYWORD_ONLY and name not in taken]
+    found = [f"its checkpoint() takes {name}=, which gradckpt does not know" for name in keywords]
+    silent = [kind for kind in torch_errors.in_our_words() if kind not in SILENT]
+    return [*found, *(f"it has no text for {kind}; gradckpt says it in its own words" for kind in silent)]
 
 
 def missing(info: Mapping[str, Any]) -> dict[str, str]:

@@ -289,6 +289,24 @@ KINDS: dict[str, Callable[..., Exception]] = {
 }
 
 
+def in_our_words() -> list[str]:
+    """Return the kinds that the installed torch does not say."""
+    mm = torch.ops.aten.mm.default
+    tried = {
+        "more_saved": more_saved(),
+        "fewer_saved": fewer_saved(2, 1),
+        "other_metadata": other_metadata([(0, 1, 2)]),
+        "no_operator": no_operator(torch.ops.aten.mm),
+        "for_reentrant": for_reentrant({"debug": True}),
+        "for_sequential": for_sequential({"debug": True}),
+        "unknown_check": unknown_check("?", (), None),
+        **{kind: make() for kind, make in KINDS.items() if kind not in ("inputs_given", "no_entry", "stop_iteration")},
+        **{f"no_entry {how}": no_entry(mm, 1, *how) for how in ((0, 0), (1, 0), (1, 1))},
+        **{kind: said for kind, make in WARNINGS.items() if (said := make()) is not None},
+    }
+    return [kind for kind, said in tried.items() if str(said).startswith("gradckpt: ")]
+
+
 def raise_torchs(kind: str, *of: Any) -> None:
     """Raise torch's error of that kind. Only C calls this."""
     raise KINDS[kind](*of)  # nothing here holds it, or it would hold itself by its traceback

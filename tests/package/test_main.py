@@ -294,6 +294,20 @@ def test_every_variable_is_known():
     assert read == set(environment.VARIABLES)
 
 
+def test_what_torch_says_otherwise_is_named(monkeypatch, capsys):
+    """Nothing on a torch that was tested."""
+    assert environment.differs() == []
+
+    def changed(function=None, *, new_keyword=None, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", changed)
+    monkeypatch.setattr(torch_private, "CheckpointFrame", torch_private.Missing("torch.utils.checkpoint._Frame"))
+    _, out = main(capsys, "--no-self-test")
+    assert "torch differs its checkpoint() takes new_keyword=, which gradckpt does not know" in out
+    assert "torch differs it has no text for more_saved; gradckpt says it in its own words" in out
+
+
 def test_what_torch_lacks_is_named(monkeypatch, capsys):
     monkeypatch.setitem(torch_private.MISSING, "torch._C._any_name", "some feature")
     monkeypatch.setattr(_C, "selective_key", lambda: None)
