@@ -184,6 +184,7 @@ device_context = _find_later("torch.utils._device.DeviceContext", "torch.device 
 device_module = _find_later("torch.utils._device", "torch.device as a context")
 without_function_modes = _find("torch._C.DisableTorchFunction", "a function mode around a region")
 
+no_dispatch = _find("torch._C._disabled_torch_dispatch_impl", "tensor subclasses in plan()", None)
 key_of = _find("torch._C._dispatch_key_parse", "policies and the replay of discrete operators")
 set_included = _find(
     "torch._C._dispatch_tls_set_dispatch_key_included", "policies and the replay of discrete operators"
@@ -266,6 +267,14 @@ tree_map = _find("torch.utils._pytree.tree_map", "torch.compile")
 tree_map_only = _find("torch.utils._pytree.tree_map_only", "negated views inside a region with a policy")
 supported_nodes = _find("torch.utils._pytree.SUPPORTED_NODES", "tensors in containers of your own", _CONTAINERS)
 HigherOrderOperator = _find("torch._ops.HigherOrderOperator", "higher order operators in policies", type(None))
+#: The keys that new ones ignore, and those there are, by name.
+higher_order_fallthrough = _find(
+    "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", "higher order operators in regions", []
+)
+higher_order_operators: dict[str, Any] = _find(
+    "torch._ops._higher_order_ops", "higher order operators in regions", {}
+)
+flex_attention = _find("torch.ops.higher_order.flex_attention", "flex_attention in save_attention", None)
 StorageWeakRef = _find(
     "torch.multiprocessing.reductions.StorageWeakRef", "name(), torch.compile and regions of torch_remat"
 )

@@ -82,7 +82,7 @@ def tensors_on_paper() -> list[torch.Tensor]:
     if (space := _spaces.get("")) is None:
         return []
     first = torch.frombuffer(space, dtype=torch.uint8, count=1).data_ptr()
-    found = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+    found = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not _has_rules(type(x)))
     return [x for x in found if x.device.type == "cpu" and first <= _address(x) < first + _ADDRESSES]
 
 
@@ -121,6 +121,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     first ones for nearly every token, which needs most memory. ``rest``: the others' choices, as a
     part of those of the first.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, concentrated: bool = False, *, device_is_cpu: bool = True) -> None:
         super().__init__()
@@ -230,11 +232,24 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, private.HigherOrderOperator):
+            return self._parts_of(func, args, kwargs)
+        if any(map(_has_rules, types)):  # C++ asks such tensors for their shapes, and survives no exception
+            return NotImplemented
         if numbers := wrapped_numbers(func, args):
             args = tuple(numbers.get(i, x) for i, x in enumerate(args))
         if self.device_is_cpu and (numbers or func in WRAP or self._takes_factor(func, args)):
             return self._with_numbers(func, args, kwargs, list(numbers.values()) or [torch.as_tensor(args[1])])
         return self._run(func, args, kwargs)
+
+    def _parts_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the operators of a higher order operator's kernel one by one, as where nothing is
+        compiled.
+        """
+        if any(isinstance(x, torch.Tensor) and _has_rules(type(x)) for x in private.tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        with _Again(self):
+            return func.dispatch(private.DispatchKey.CPU, *args, **kwargs)
 
     def _takes_factor(self, func: Any, args: Any) -> bool:
         """Return whether a backward multiplies by a number that a region has kept, as a tensor."""
@@ -437,6 +452,13 @@ class _Again:
             private.set_included(self._key, self._included)
             private.set_excluded(self._key, self._excluded)
         private.pop_dispatch_mode(None)
+
+
+def _has_rules(kind: type[torch.Tensor]) -> bool:
+    """Return whether operators on tensors of this class run as the class says, as while something
+    is traced.
+    """
+    return kind.__torch_dispatch__ is not private.no_dispatch  # type: ignore[attr-defined]
 
 
 @functools.cache

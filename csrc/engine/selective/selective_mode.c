@@ -77,6 +77,7 @@ static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_ca
     PyObject *target = PyObject_GetAttr(call->op, py->names._op), *out = NULL;
 
     call->with = target != NULL ? target : call->op;
+    call->higher_order = target == NULL;
     call->key = key_of(py, call, target);
     if (call->key != NULL && ignored >= 0) {
         gck_active *active = ignored || line == GCK_LINE_NONE ? NULL : gck_active_of(store->state, call->context);
