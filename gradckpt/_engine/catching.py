@@ -99,8 +99,8 @@ def catch(policy: Any) -> None:
 def _let_higher_order_operators_pass() -> None:
     """Let those that no policy names ignore the key, as other operators do by torch's fallback.
 
-    torch has none for them: each has a set of the keys that it obeys. Those that are made later read
-    a list of the keys that none obeys.
+    torch has none for them: each has a set of the keys that it obeys. Those that are made later
+    read a list of the keys that none obeys.
     """
     if _DISPATCH_KEY not in private.higher_order_fallthrough:
         private.higher_order_fallthrough.append(_DISPATCH_KEY)

@@ -271,9 +271,7 @@ HigherOrderOperator = _find("torch._ops.HigherOrderOperator", "higher order oper
 higher_order_fallthrough = _find(
     "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", "higher order operators in regions", []
 )
-higher_order_operators: dict[str, Any] = _find(
-    "torch._ops._higher_order_ops", "higher order operators in regions", {}
-)
+higher_order_operators: dict[str, Any] = _find("torch._ops._higher_order_ops", "higher order operators in regions", {})
 flex_attention = _find("torch.ops.higher_order.flex_attention", "flex_attention in save_attention", None)
 StorageWeakRef = _find(
     "torch.multiprocessing.reductions.StorageWeakRef", "name(), torch.compile and regions of torch_remat"

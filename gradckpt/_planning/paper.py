@@ -23,6 +23,7 @@ import torch
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.region_callbacks import tracing_mode_active
 from gradckpt._planning.accumulation import accumulates_in_place, uses_of_one
 from gradckpt._planning.cpu_scratch import gloo_bytes, scratch_of
 from gradckpt._planning.meta_results import map_tensors, meta_results, tensors_in
@@ -232,6 +233,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if tracing_mode_active():  # below this mode, inside the step: a higher order operator traces its gradient
+            return func(*args, **kwargs)
         if isinstance(func, private.HigherOrderOperator):
             return self._parts_of(func, args, kwargs)
         if any(map(_has_rules, types)):  # C++ asks such tensors for their shapes, and survives no exception
@@ -458,7 +461,7 @@ def _has_rules(kind: type[torch.Tensor]) -> bool:
     """Return whether operators on tensors of this class run as the class says, as while something
     is traced.
     """
-    return kind.__torch_dispatch__ is not private.no_dispatch  # type: ignore[attr-defined]
+    return kind.__torch_dispatch__ is not private.no_dispatch
 
 
 @functools.cache
