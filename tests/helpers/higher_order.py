@@ -11,6 +11,7 @@ import warnings
 import torch
 from torch._ops import HigherOrderOperator
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_contexts
 
 import gradckpt
 
@@ -18,7 +19,7 @@ N = 64
 LOSSY = "int8"
 
 
-def _new(name):
+def make(name, function=lambda function, *operands: function(*operands)):
     """A higher order operator that torch has not, as one of a later torch would be written."""
 
     class New(HigherOrderOperator):
@@ -46,7 +47,7 @@ def _new(name):
             return None, *torch.autograd.grad(out, operands, grad)
 
     op.py_impl(torch._C.DispatchKey.Autograd)(Node.apply)
-    op.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(lambda function, *operands: function(*operands))
+    op.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(function)
     return op
 
 
@@ -115,7 +116,7 @@ def _wrap(block, h):
 @functools.cache
 def new():
     """Made when the first region has run."""
-    return _new("gradckpt_tests_new")
+    return make("gradckpt_tests_new")
 
 
 def _made_later(block, h):
@@ -205,12 +206,22 @@ def plain(block, codec=None):
     return contextlib.nullcontext(), block
 
 
-def torchs(block, codec=None):
-    return contextlib.nullcontext(), lambda x: torchs_checkpoint(block, x, use_reentrant=False)
+def torchs(block, codec=None, **options):
+    return contextlib.nullcontext(), lambda x: torchs_checkpoint(block, x, **{"use_reentrant": False, **options})
 
 
-def torchs_reentrant(block, codec=None):
-    return contextlib.nullcontext(), lambda x: torchs_checkpoint(block, x, use_reentrant=True)
+def _torchs_with(policy):
+    return functools.partial(torchs, context_fn=functools.partial(torchs_contexts, policy))
+
+
+#: What torch has for a way; for the others: its checkpoint.
+TORCHS = {
+    "reentrant": functools.partial(torchs, use_reentrant=True),
+    "save_matmuls": _torchs_with(_products),
+    "save_attention": _torchs_with([torch.ops.higher_order.flex_attention]),
+    "a function": _torchs_with(_products),
+    "a function that keeps everything": _torchs_with(_everything),
+}
 
 
 def gradients(name, way, codec=None, compiled=False):
@@ -224,6 +235,11 @@ def gradients(name, way, codec=None, compiled=False):
     return torch.cat([x.grad.flatten(), *(p.grad.flatten() for p in block.parameters() if p.grad is not None)])
 
 
+@functools.cache
+def _known(name, way, compiled):
+    return outcome(name, way, None, compiled)
+
+
 def outcome(name, way, codec=None, compiled=False):
     """The gradients, or the exception."""
     with surroundings():
@@ -231,3 +247,24 @@ def outcome(name, way, codec=None, compiled=False):
             return gradients(name, way, codec, compiled)
         except Exception as error:
             return error
+
+
+def missing(name, compiled=False):
+    """Why the operator is no case."""
+    found = _known(name, plain, compiled)
+    return f"{type(found).__name__}: {found}"[:200] if isinstance(found, Exception) else ""
+
+
+def fault(name, way, codec, compiled=False):
+    """What is wrong with a step; None: nothing is. It may raise where torch's checkpoint does, and
+    where torch's has no rule for what is traced, or says the same."""
+    got = outcome(name, WAYS[way], codec, compiled)
+    want = _known(name, plain, compiled)
+    if isinstance(got, Exception):
+        theirs = _known(name, TORCHS.get(way, torchs), compiled)
+        same = isinstance(theirs, Exception) and (compiled or str(theirs) == str(got))
+        return None if same or isinstance(_known(name, torchs, compiled), Exception) else f"{way} {codec}: {got!r}"
+    if codec != LOSSY:
+        return None if torch.equal(got, want) else f"{way} {codec}: not equal"
+    error = float((got - want).norm() / want.norm())
+    return None if error < 2e-2 else f"{way} {codec}: {error:.1e}"
