@@ -73,7 +73,8 @@ def _policy(name: str, operators: Iterable[Any], **rule: Any) -> Policy:
 #: Keep the outputs of matrix products.
 save_matmuls = _policy("save_matmuls", _overloads(*MATMULS))
 
-#: Keep the outputs of fused attention, with its log-sum-exp and random state (those exactly).
+#: Keep the outputs of fused attention and flex attention, with its log-sum-exp and random state
+#: (those exactly).
 save_attention = _policy("save_attention", ATTENTION)
 
 #: Keep the second, the fourth and so on of a region's matrix products (as torchtitan does).

@@ -246,7 +246,7 @@ def outcome(name, way, codec=None, compiled=False):
         try:
             return gradients(name, way, codec, compiled)
         except Exception as error:
-            return error
+            return error.with_traceback(None)  # whose frames hold the step
 
 
 def missing(name, compiled=False):
