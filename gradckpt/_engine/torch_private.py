@@ -184,7 +184,6 @@ device_context = _find_later("torch.utils._device.DeviceContext", "torch.device 
 device_module = _find_later("torch.utils._device", "torch.device as a context")
 without_function_modes = _find("torch._C.DisableTorchFunction", "a function mode around a region")
 
-no_dispatch = _find("torch._C._disabled_torch_dispatch_impl", "tensor subclasses in plan()", None)
 key_of = _find("torch._C._dispatch_key_parse", "policies and the replay of discrete operators")
 set_included = _find(
     "torch._C._dispatch_tls_set_dispatch_key_included", "policies and the replay of discrete operators"

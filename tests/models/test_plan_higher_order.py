@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 import gradckpt
 from gradckpt._planning.paper import PaperMode
 
-#: Those that run on paper. Of the others the kernels refuse modes, or torch's checkpoint refuses them.
+#: Those that run on paper: the kernels of others refuse modes, or torch's checkpoint refuses them.
 ON_PAPER = ["flex_attention", "associative_scan", "invoke_subgraph", "wrap", "made later"]
 CAPTURED = ["cond"]
 

@@ -184,7 +184,8 @@ static PyObject *context_enter(PyObject *op, PyObject *unused)
 
     (void)unused;
     self->traced = by_key == 0 ? gck_tracing_modes(&store->state->py) : 0;
-    if (by_key < 0 || self->traced < 0 || (!self->replay && gck_region_replays_discrete(store->state, 0, 0, &store) < 0)) {
+    if (by_key < 0 || self->traced < 0
+        || (!self->replay && gck_region_replays_discrete(store->state, 0, 0, &store) < 0)) {
         goto exit;
     }
     if ((active = malloc(sizeof *active)) == NULL) {
