@@ -24,9 +24,9 @@ from gradckpt._settings import EXACT, Candidate, Setting, setting_of
 from gradckpt._stats import Stats, stats, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import (
-    alone,
     halves_of,
     refuse_writes,
+    run_alone,
     step_of_batch,
     step_of_function,
     tensors_of_batch,
@@ -86,8 +86,7 @@ def gradient_error(
         raise TypeError(f"gradckpt: gradient_error() takes a torch.nn.Module, not {type(model).__name__}")
     chosen = _settings_of(candidates)
     _check(model, chosen)
-    with alone(model):
-        return _measure(Trial(model, batch_or_step, modules), chosen)
+    return run_alone(model, lambda: _measure(Trial(model, batch_or_step, modules), chosen))
 
 
 def _settings_of(candidates: Any) -> dict[str, Setting]:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,46 @@ __all__ = [
     "StepWrites",
     "alone",
     "halves_of",
+    "higher_order_in",
     "loss_of",
     "refuse_writes",
+    "run_alone",
     "step_of_batch",
     "step_of_function",
     "tensors_of_batch",
 ]
+
+T = TypeVar("T")
+
+
+def run_alone(model: Module, steps: Callable[[], T]) -> T:
+    """Return the result of what runs steps :func:`alone`, and changes nothing where it raises.
+
+    If a step fails in a higher order operator, all run again, and Dynamo traces compiled code: in
+    eager programs, too, many of these operators have it capture the functions that they are given.
+    """
+    try:
+        with alone(model):
+            return steps()
+    except Exception as error:
+        if higher_order_in(error) is None:
+            raise
+    with alone(model), torch.compiler.set_stance("default", force_backend="eager"):
+        return steps()
+
+
+def higher_order_in(error: BaseException) -> str | None:
+    """Return the name of the higher order operator in which an error was raised; None: in none."""
+    trace = error.__traceback__
+    code = getattr(getattr(private.HigherOrderOperator, "dispatch", None), "__code__", None)
+    while trace is not None:
+        package, _, module = trace.tb_frame.f_globals.get("__name__", "").rpartition(".")
+        if package == "torch._higher_order_ops":
+            return str(module)  # a backward of torch's
+        if trace.tb_frame.f_code is code:
+            return str(trace.tb_frame.f_locals["self"])
+        trace = trace.tb_next
+    return None
 
 
 @contextlib.contextmanager

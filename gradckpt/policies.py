@@ -12,6 +12,7 @@ from typing import Any, Union
 
 from gradckpt._C import is_recomputing
 from gradckpt._codec_names import ALIASES, for_activations
+from gradckpt._engine import torch_private as private
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS, overloads
 from gradckpt._engine.discrete_forms import Compared
 from gradckpt._engine.kept_calls import region
@@ -51,7 +52,7 @@ def _overloads(*names: str) -> list[Any]:
 
 
 MATMULS = ("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "_scaled_mm.default", "_grouped_mm.default")
-ATTENTION = (
+_FUSED_ATTENTION = (
     "_scaled_dot_product_flash_attention.default",
     "_scaled_dot_product_flash_attention_for_cpu.default",
     "_scaled_dot_product_efficient_attention.default",
@@ -60,22 +61,24 @@ ATTENTION = (
     "_flash_attention_forward.default",
     "_efficient_attention_forward.default",
 )
+ATTENTION = [*_overloads(*_FUSED_ATTENTION), *([private.flex_attention] if private.flex_attention else [])]
 CONVOLUTIONS = ("convolution.default", "_convolution.default")
 CASTS = ("_to_copy.default",)
 
 
-def _policy(name: str, operators: Iterable[str], **rule: Any) -> Policy:
-    return Policy((Rule(op, **rule) for op in _overloads(*operators)), parts=[(name, "")])
+def _policy(name: str, operators: Iterable[Any], **rule: Any) -> Policy:
+    return Policy((Rule(op, **rule) for op in operators), parts=[(name, "")])
 
 
 #: Keep the outputs of matrix products.
-save_matmuls = _policy("save_matmuls", MATMULS)
+save_matmuls = _policy("save_matmuls", _overloads(*MATMULS))
 
-#: Keep the outputs of fused attention, with its log-sum-exp and random state (those exactly).
+#: Keep the outputs of fused attention and flex attention, with its log-sum-exp and random state
+#: (those exactly).
 save_attention = _policy("save_attention", ATTENTION)
 
 #: Keep the second, the fourth and so on of a region's matrix products (as torchtitan does).
-every_other_matmul = _policy("every_other_matmul", MATMULS, every=2, phase=1, group="matmul")
+every_other_matmul = _policy("every_other_matmul", _overloads(*MATMULS), every=2, phase=1, group="matmul")
 
 discrete_but_casts = Policy(
     Rule(op, REPLAY_CHOICE if isinstance(form, Compared) else REPLAY) for op, form in FORMS.items()
@@ -107,7 +110,7 @@ def save_named(*names: str) -> Policy:
     for each in names:
         if not isinstance(each, str):
             raise TypeError(f"gradckpt: a name is a string, not {each!r}")
-    rules = (Rule(op, LABEL) for op in _overloads(*MATMULS, *ATTENTION, *CONVOLUTIONS))
+    rules = (Rule(op, LABEL) for op in _overloads(*MATMULS, *CONVOLUTIONS) + ATTENTION)
     return Policy(rules, names, [(f"save_named({', '.join(map(repr, names))})", "")])
 
 

@@ -52,10 +52,16 @@ int gck_functorch_active(const gck_py *py)
 
 int gck_modes_that_watch(const gck_py *py) { return gck_on_paper() ? 0 : gck_ask(py->dispatch_stack_len); }
 
-int gck_tracing(const gck_py *py)
+int gck_tracing_modes(const gck_py *py)
 {
     const int modes = gck_ask(py->dispatch_stack_len);
-    const int tracing = modes <= 0 ? modes : gck_is_true(PyObject_CallFunction(py->call.tracing_mode_active, NULL));
+
+    return modes <= 0 ? modes : gck_is_true(PyObject_CallFunction(py->call.tracing_mode_active, NULL));
+}
+
+int gck_tracing(const gck_py *py)
+{
+    const int tracing = gck_tracing_modes(py);
 
     return tracing != 0 ? tracing : gck_functorch_active(py);
 }

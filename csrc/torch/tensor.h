@@ -43,6 +43,9 @@ static inline int gck_is_plain_tensor(const gck_py *py, PyObject *x)
 }
 
 /* 1 when a mode is active under which a tensor's memory is not its values; 0; -1. */
+int gck_tracing_modes(const gck_py *py);
+
+/* The same, or a transform of torch.func. */
 int gck_tracing(const gck_py *py);
 
 /* The number of dispatch modes, or -1.  The mode of a step on paper stands for the kernels and is

@@ -17,6 +17,7 @@ from gradckpt._engine.torch_objects import unseen_views
 _OpOverload = type(torch.ops.aten.mm.default)
 
 _KEY = "Negative"
+_DISPATCH_KEY: Any = getattr(private.DispatchKey, _KEY)
 _lock = threading.Lock()
 _begun: set[Any] = set()
 _caught: set[Any] = set()
@@ -29,6 +30,8 @@ def is_catchable(op: Any) -> bool:
 
     Views, and operators that have a kernel of torch's on the key, need a mode.
     """
+    if isinstance(op, private.HigherOrderOperator):
+        return op in _caught or not op.has_kernel_for_dispatch_key(_DISPATCH_KEY)
     if not isinstance(op, _OpOverload) or any(arg.alias_info is not None for arg in op._schema.arguments):
         return False
     name = op.name()
@@ -79,6 +82,7 @@ def catch(policy: Any) -> None:
         return _say_modes_only()
     global _watching
     with _lock:
+        _let_higher_order_operators_pass()
         first = () if _caught else (getattr(torch.ops.aten, name).default for name in WRITING_KERNELS)
         more = _writers() if policy.keeps_outputs and not _watching else ()
         for op in (*first, *policy.rules):
@@ -92,7 +96,24 @@ def catch(policy: Any) -> None:
     policy.caught = True
 
 
+def _let_higher_order_operators_pass() -> None:
+    """Let those that no policy names ignore the key, as other operators do by torch's fallback.
+
+    torch has none for them: each has a set of the keys that it obeys. Those that are made later
+    read a list of the keys that none obeys.
+    """
+    if _DISPATCH_KEY not in private.higher_order_fallthrough:
+        private.higher_order_fallthrough.append(_DISPATCH_KEY)
+        for op in list(private.higher_order_operators.values()):
+            if not op.has_kernel_for_dispatch_key(_DISPATCH_KEY):
+                op.fallthrough(_DISPATCH_KEY)
+
+
 def _register(op: Any, override: bool = False) -> None:
+    if isinstance(op, private.HigherOrderOperator):
+        if not op.has_kernel_for_dispatch_key(_DISPATCH_KEY):
+            op.py_impl(_DISPATCH_KEY)(_C.catcher(op))
+        _caught.add(op)
     if op not in _caught:
         if op.namespace not in _libraries:
             _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")

@@ -42,6 +42,8 @@ def _read_saves() -> dict[str, list[set[str]]]:
 
 
 def _read(op: Any) -> int:
+    if isinstance(op, private.HigherOrderOperator):  # its node saves what it likes
+        return JOINT
     namespace, _, rest = str(op).partition(".")
     if op in with_effect():  # twice is worse
         return PRODUCT
@@ -83,7 +85,8 @@ def warn_mixing(op: Any) -> None:
     """Warn once that kept results of the operator are made again; of views not."""
     if op in ran_again:
         return
-    if all(returned.alias_info is None for returned in op._schema.returns):
+    returns = () if isinstance(op, private.HigherOrderOperator) else op._schema.returns
+    if all(returned.alias_info is None for returned in returns):
         warn_inactive(
             f"{op} runs again: a backward could mix its kept results with restored values; "
             "pass compress=None or fake_quantize=True to keep them"

@@ -194,8 +194,10 @@ def _policy_of(rows: list[Any], wanted: frozenset[str], parts: Iterable[tuple[st
     """Return the policy that was pickled."""
     rules = []
     for name, *rest in rows:
-        namespace, packet, overload = name.split(".")
-        rules.append(Rule(getattr(getattr(getattr(torch.ops, namespace), packet), overload), *rest))
+        op: Any = torch.ops
+        for part in name.split(".") if "." in name else ("higher_order", name):
+            op = getattr(op, part)
+        rules.append(Rule(op, *rest))
     return Policy(rules, wanted, parts)
 
 

@@ -48,6 +48,8 @@ class ForwardContext(_C.Context, private.CachingMode):  # type: ignore[misc]
     It uses the dispatch key where that is possible, else the mode (selective_mode.c).
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, policy_fn: Any, store: Any, by_key: bool):
         _C.Context.__init__(self, store, by_key, False)
         private.CachingMode.__init__(self, policy_fn, store.storage)
@@ -61,6 +63,8 @@ class ForwardContext(_C.Context, private.CachingMode):  # type: ignore[misc]
 
 class RecomputeContext(_C.Context, private.CachedMode):  # type: ignore[misc]
     """The recompute's context, which returns the kept outputs."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, store: Any, by_key: bool, mutation: bool):
         _C.Context.__init__(self, store, by_key, True)

@@ -60,6 +60,8 @@ def with_tensors(op: Any, args: Any) -> Any:
 
     None: there are none. The numbers decide no dtype, as where torch's kernels pass them.
     """
+    if isinstance(op, private.HigherOrderOperator):
+        return None
     given = [x for x in args if isinstance(x, torch.Tensor)]
     sized = any(x.dim() for x in given)
     changed = list(args)
@@ -83,6 +85,8 @@ class _KeyAgain(private.TorchDispatchMode):  # type: ignore[misc]
 
     The key is off within modes.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, key: Any) -> None:
         super().__init__()

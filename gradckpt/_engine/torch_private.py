@@ -311,6 +311,12 @@ tree_map = _find("torch.utils._pytree.tree_map", "torch.compile")
 tree_map_only = _find("torch.utils._pytree.tree_map_only", "negated views inside a region with a policy")
 supported_nodes = _find("torch.utils._pytree.SUPPORTED_NODES", "tensors in containers of your own", _CONTAINERS)
 HigherOrderOperator = _find("torch._ops.HigherOrderOperator", "higher order operators in policies", type(None))
+#: The keys that new ones ignore, and those there are, by name.
+higher_order_fallthrough = _find(
+    "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", "higher order operators in regions", []
+)
+higher_order_operators: dict[str, Any] = _find("torch._ops._higher_order_ops", "higher order operators in regions", {})
+flex_attention = _find("torch.ops.higher_order.flex_attention", "flex_attention in save_attention", None)
 StorageWeakRef = _find(
     "torch.multiprocessing.reductions.StorageWeakRef", "name(), torch.compile and regions of torch_remat"
 )

@@ -207,7 +207,7 @@ def _why_nothing_kept(policy: Any) -> str:
     if not isinstance(policy, Policy):
         return "the function saved none of the operators that ran; return save() for one of them"
     ops = [rule.op for rule in policy.rules.values() if rule.keep == SAVE]
-    if all(str(op).partition(".")[2] in ATTENTION for op in ops):
+    if all(op in ATTENTION for op in ops):
         kinds = {
             f"{type(m).__name__} has {kind!r}" for m in _alive() if (kind := _attention_of(m)) not in (None, "sdpa")
         }

@@ -30,6 +30,7 @@ from gradckpt._training_step import (
     StepWrites,
     alone,
     refuse_writes,
+    run_alone,
     step_of_batch,
     step_of_function,
     tensors_of_batch,
@@ -127,23 +128,25 @@ def compare(model: Module, batch: Any, modules: Modules, memory: int | str | Non
     fixed = fixed_bytes(model)
     rows: list[Row] = []
     keep = functools.cache(lambda: StateBeforePaper(model, batch))
-    with alone(model):
-        if not measure:
-            try:
-                with quiet():
-                    for setting in READY:
-                        trial = functools.partial(_on_paper, model, setting, run, batch, blocks, modules, fixed, limit)
-                        rows.append(apart_on_paper(trial, keep))
-            except StepWrites:
-                raise
-            except Exception as error:
-                reason = str(error).partition("\n")[0] or type(error).__name__
-                rows = []
-                about.append(f"The step cannot be run on paper ({reason}); real steps were measured.")
-                logger.info("gradckpt: %s", about[-1])
-        if not rows:
-            with quiet(), real_steps(model):
-                rows = [_measured(model, setting, run, batch, modules, fixed, limit) for setting in READY]
+    if not measure:
+        try:
+            with alone(model), quiet():
+                for setting in READY:
+                    trial = functools.partial(_on_paper, model, setting, run, batch, blocks, modules, fixed, limit)
+                    rows.append(apart_on_paper(trial, keep))
+        except StepWrites:
+            raise
+        except Exception as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            rows = []
+            about.append(f"The step cannot be run on paper ({reason}); real steps were measured.")
+            logger.info("gradckpt: %s", about[-1])
+
+    def measured() -> list[Row]:
+        with quiet(), real_steps(model):
+            return [_measured(model, setting, run, batch, modules, fixed, limit) for setting in READY]
+
+    rows = rows or run_alone(model, measured)
     return Comparison(tuple(rows), fixed, limit, tuple(about))
 
 

@@ -23,9 +23,11 @@ import torch
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.region_callbacks import tracing_mode_active
 from gradckpt._planning.accumulation import accumulates_in_place, uses_of_one
 from gradckpt._planning.cpu_scratch import gloo_bytes, scratch_of
 from gradckpt._planning.meta_results import map_tensors, meta_results, tensors_in
+from gradckpt._planning.operator_parts import Again, composite_key, has_rules
 from gradckpt._planning.values import RECURRENT, RESIZED, NotOnPaper
 from gradckpt._planning.wrapped_numbers import KEEP_FACTORS, WRAP, in_exact_region, wrapped_numbers
 
@@ -37,14 +39,6 @@ _Storage: Any = torch.UntypedStorage
 #: Addresses, of which no memory is ever touched; storages take them in turn.
 _ADDRESSES = 2**44
 _ALIGNMENT = 64
-#: Operators that only call others, which then run one by one: what these allocate counts, and a
-#: region that keeps discrete results sees theirs. Other composite kernels may read memory.
-_PARTS = {
-    aten._safe_softmax.default,
-    aten.logsumexp.default,
-    aten.constant_pad_nd.default,
-    aten.repeat.default,
-}
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
 
 #: Tensors up to these sizes in bytes are computed where all operands have values.
@@ -82,7 +76,7 @@ def tensors_on_paper() -> list[torch.Tensor]:
     if (space := _spaces.get("")) is None:
         return []
     first = torch.frombuffer(space, dtype=torch.uint8, count=1).data_ptr()
-    found = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+    found = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not has_rules(type(x)))
     return [x for x in found if x.device.type == "cpu" and first <= _address(x) < first + _ADDRESSES]
 
 
@@ -121,6 +115,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     first ones for nearly every token, which needs most memory. ``rest``: the others' choices, as a
     part of those of the first.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, concentrated: bool = False, *, device_is_cpu: bool = True) -> None:
         super().__init__()
@@ -230,11 +226,26 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if tracing_mode_active():  # below this mode, inside the step: a higher order operator traces its gradient
+            return func(*args, **kwargs)
+        if isinstance(func, private.HigherOrderOperator):
+            return self._parts_of(func, args, kwargs)
+        if any(map(has_rules, types)):  # C++ asks such tensors for their shapes, and survives no exception
+            return NotImplemented
         if numbers := wrapped_numbers(func, args):
             args = tuple(numbers.get(i, x) for i, x in enumerate(args))
         if self.device_is_cpu and (numbers or func in WRAP or self._takes_factor(func, args)):
             return self._with_numbers(func, args, kwargs, list(numbers.values()) or [torch.as_tensor(args[1])])
         return self._run(func, args, kwargs)
+
+    def _parts_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the operators of a higher order operator's kernel one by one, as where nothing is
+        compiled.
+        """
+        if any(isinstance(x, torch.Tensor) and has_rules(type(x)) for x in private.tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        with Again(self):
+            return func.dispatch(private.DispatchKey.CPU, *args, **kwargs)
 
     def _takes_factor(self, func: Any, args: Any) -> bool:
         """Return whether a backward multiplies by a number that a region has kept, as a tensor."""
@@ -269,9 +280,9 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self.operator = func.name()
         if func.namespace == "c10d":
             return self._communicated(func, args)
-        if (key := _composite_key(func)) is not None:
+        if (key := composite_key(func)) is not None:
             try:
-                with _Again(self):
+                with Again(self):
                     return func._op_dk(key, *args, **kwargs)
             except NotOnPaper:  # its parts need values, its shape does not
                 self.operator = func.name()
@@ -412,44 +423,6 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             flop //= 2  # half of the scores are skipped
         moved = sum(x.numel() * x.element_size() for x in (*tensors_in((args, kwargs)), *tensors_in(outputs)))
         self.work.append((len(self.events), Work(flop, moved)))
-
-
-class _Again:
-    """Enter a mode from inside its handler, for the operators that an operator calls.
-
-    The key on which a region catches discrete operators is off within modes.
-    """
-
-    def __init__(self, mode: PaperMode) -> None:
-        self._mode = mode
-        self._key = _C.selective_key() if _C.replays_discrete() else None
-
-    def __enter__(self) -> None:
-        private.push_dispatch_mode(self._mode)
-        if self._key is not None:
-            self._included = private.is_included(self._key)
-            self._excluded = private.is_excluded(self._key)
-            private.set_excluded(self._key, False)
-            private.set_included(self._key, True)
-
-    def __exit__(self, *_: object) -> None:
-        if self._key is not None:
-            private.set_included(self._key, self._included)
-            private.set_excluded(self._key, self._excluded)
-        private.pop_dispatch_mode(None)
-
-
-@functools.cache
-def _composite_key(func: Any) -> Any:
-    """Return where the kernel lies that only calls other operators; below autograd, a mode gets the
-    operators that autograd would have taken apart.
-    """
-    if func.namespace == "fsdp":  # its operators call others in Python
-        return private.DispatchKey.CPU
-    implicit = private.has_kernel_for_key(func.name(), "CompositeImplicitAutograd")
-    if implicit and not private.has_kernel_for_key(func.name(), "CPU"):
-        return private.DispatchKey.CompositeImplicitAutograd
-    return private.DispatchKey.CompositeExplicitAutograd if func in _PARTS else None
 
 
 @functools.cache

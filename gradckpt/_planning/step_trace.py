@@ -28,10 +28,10 @@ from gradckpt._planning.plan_reader import SIGNED
 from gradckpt._planning.reads import refuse_reads
 from gradckpt._planning.sharded import local, state_of
 from gradckpt._planning.target_kernels import cuda_kernels
-from gradckpt._planning.values import ELSEWHERE, NotOnPaper
+from gradckpt._planning.values import CAPTURED, ELSEWHERE, NotOnPaper
 from gradckpt._stats import uncounted
 from gradckpt._training_state import TrainingState
-from gradckpt._training_step import StepWrites
+from gradckpt._training_step import StepWrites, higher_order_in
 
 __all__ = [
     "Peak",
@@ -255,9 +255,11 @@ def trace_step(
             with refuse_reads(mode), cuda_kernels() if cuda else contextlib.nullcontext(), mode:
                 try:
                     run(batch)
-                except Exception:
+                except Exception as error:
                     _refuse_writes(mode, originals)
-                    raise
+                    if isinstance(error, NotOnPaper) or (operator := higher_order_in(error)) is None:
+                        raise
+                    raise NotOnPaper(f"{operator}: {CAPTURED}") from error
             _refuse_writes(mode, originals)
             if not mode.work:
                 raise NotOnPaper(ELSEWHERE)

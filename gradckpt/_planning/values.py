@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["ELSEWHERE", "RECURRENT", "RESIZED", "NotOnPaper"]
+__all__ = ["CAPTURED", "ELSEWHERE", "RECURRENT", "RESIZED", "NotOnPaper"]
 
 RECURRENT = "the size of what it keeps is unknown"
 ELSEWHERE = "it ran in another thread"
+CAPTURED = "Dynamo has to capture it first"
 RESIZED = "a storage gets another size"
 
 

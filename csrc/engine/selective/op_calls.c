@@ -4,6 +4,7 @@
 #include "torch/calls.h"
 #include "torch/draws.h"
 #include "torch/error.h"
+#include "torch/input.h"
 #include "torch/objects.h"
 #include "engine/checkpoint_options.h"
 #include "engine/selective/op_hiding.h"
@@ -56,9 +57,36 @@ static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_o
     return decide ? 1 : keep;
 }
 
+/* Add the versions of the tensors in x to *versions, and their number to *n.  0 or -1. */
+static int add_versions(const gck_py *py, PyObject *x, int64_t *versions, int *n)
+{
+    const int tensor = gck_is_tensor(py, x);
+    int64_t version = 0;
+    int status = tensor > 0 ? gck_version_of(py, x, &version) : tensor;
+
+    *versions += version;
+    *n += tensor > 0;
+    for (Py_ssize_t i = 0; status == 0 && i < gck_items(x); i++) {
+        status = add_versions(py, gck_item(x, i), versions, n);
+    }
+    return status;
+}
+
+/* 1 when a higher order operator has to run again, whatever the policy says: it has written into its operands,
+ * whose versions were `before`, or it returned no tensor, so it ran for what it writes; 0; -1. */
+static int does_more(const gck_py *py, const gck_call *call, int64_t before, PyObject *out)
+{
+    int64_t now = 0, unused = 0;
+    int operands = 0, results = 0;
+
+    return add_versions(py, call->args, &now, &operands) < 0 || add_versions(py, out, &unused, &results) < 0
+        ? -1 : now != before || results == 0;
+}
+
 /* Keep those of a call's outputs that the policy names.  The call is one that runs again until they
  * are stored, because the policy and the code that stores them may call operators too.  0 or -1. */
-static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, gck_draw *draw, PyObject *out)
+static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, int64_t versions, gck_draw *draw,
+                        PyObject *out)
 {
     gck_op_rule own = {.op = NULL};
     const gck_op_rule *rule = line >= 0 ? gck_op_storage_rule(store, line) : NULL;
@@ -70,6 +98,10 @@ static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, g
     if (keep > 0 && rule->keep == GCK_OP_SAVE && gck_op_mixes(store, rule)
         && (rule = gck_op_storage_discrete_rule(store, call)) == NULL) {
         keep = gck_op_runs_again(&store->state->py, call->op);
+    }
+    if (keep > 0 && call->higher_order) {
+        const int more = does_more(&store->state->py, call, versions, out);
+        keep = more < 0 ? -1 : !more;
     }
     if (keep <= 0 || gck_hide_begin(store->state, &modes) < 0) {
         return keep == 0 ? 0 : -1;
@@ -102,12 +134,15 @@ PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int l
 {
     gck_py *py = &store->state->py;
     gck_draw draw = {NULL, NULL};
-    const int draws = read_kind(py, call, active) < 0 ? -1
+    int64_t versions = 0;
+    int operands = 0;
+    const int draws = (call->higher_order && add_versions(py, call->args, &versions, &operands) < 0) ? -1
+                    : read_kind(py, call, active) < 0 ? -1
                     : line >= 0 ? gck_op_storage_rule(store, line)->draws : gck_op_draws(py, call->op);
     PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL
                   : call->run(call);
 
-    if (out != NULL && keep_outputs(store, line, call, &draw, out) < 0) {
+    if (out != NULL && keep_outputs(store, line, call, versions, &draw, out) < 0) {
         Py_CLEAR(out);
     }
     gck_draw_clear(&draw);
@@ -175,14 +210,28 @@ static PyObject *replay_traced(gck_active *active, gck_op_storage *store, gck_ca
     return out;
 }
 
-/* 1 when nothing is kept of a call, or what is kept was written into; 0; -1. */
-static int runs_again(gck_op_storage *store, Py_ssize_t index)
+/* 1 when a kernel in Python below autograd has called the operator, as those of higher order operators do: torch's
+ * modes would not see it; 0; -1. */
+static int is_part_of_another(const gck_py *py, const gck_call *call)
+{
+    const int excluded = call->context != NULL || call->higher_order ? 1
+                       : gck_is_true(PyObject_CallFunctionObjArgs(py->is_excluded, py->key_inplace, NULL));
+
+    return excluded < 0 ? -1 : !excluded;
+}
+
+/* 1 when nothing is kept of a call, or what is kept was written into; 0: it is as it was, or the caller is told; -1. */
+static int runs_again(gck_op_storage *store, const gck_call *call, Py_ssize_t index)
 {
     PyObject *entry = Py_NewRef(store->calls[index].entry);
     const int same = entry == store->state->py.recompute_mark ? 0 : gck_op_output_settle(store, entry);
+    int again = same < 0 ? -1 : !same;
 
+    if (again == 0 && !store->mutation && (again = gck_op_output_written(store, entry)) > 0) {
+        again = is_part_of_another(&store->state->py, call);
+    }
     Py_DECREF(entry);
-    return same < 0 ? -1 : !same;
+    return again;
 }
 
 PyObject *gck_replay_call(gck_active *active, gck_call *call)
@@ -195,7 +244,7 @@ PyObject *gck_replay_call(gck_active *active, gck_call *call)
         out = replay_traced(active, store, call);
     } else if (read_kind(&store->state->py, call, active) == 0
                && (index = gck_matching_find(&active->matching, store, call)) != -1) {
-        const int again = index == GCK_NO_MATCH ? 1 : runs_again(store, index);
+        const int again = index == GCK_NO_MATCH ? 1 : runs_again(store, call, index);
         out = again < 0 ? NULL : again ? call->run(call) : give(active, store, call, index);
     }
     Py_DECREF((PyObject *)store);

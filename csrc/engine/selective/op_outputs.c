@@ -294,6 +294,24 @@ int gck_op_output_settle(gck_op_storage *store, PyObject *entry)
     return same;
 }
 
+int gck_op_output_written(const gck_op_storage *store, PyObject *entry)
+{
+    const gck_op_output *kept = (gck_op_output *)entry;
+    const Py_ssize_t n = gck_items(entry);
+    int64_t now;
+    int written = 0;
+
+    if (Py_TYPE(entry) == store->state->OpOutput && kept->version >= 0) {
+        written = gck_version_of(&store->state->py, kept->val, &now) < 0 ? -1 : now != kept->version;
+    }
+    for (Py_ssize_t i = 0; written == 0 && i < n; i++) {
+        PyObject *item = PySequence_GetItem(entry, i);
+        written = item != NULL ? gck_op_output_written(store, item) : -1;
+        Py_XDECREF(item);
+    }
+    return written;
+}
+
 /* A copy of a discrete output; bool as bits. */
 static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *unused)
 {

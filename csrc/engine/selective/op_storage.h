@@ -11,6 +11,7 @@ typedef struct gck_call {
     PyObject *op, *args, *kwargs;                   /* kwargs may be NULL                         */
     /* the key its calls are stored under: op, or torch's key for a higher order operator */
     PyObject *key;
+    int       higher_order;                         /* no schema tells what it writes             */
     PyObject *(*run)(const struct gck_call *call);  /* the operator itself: new reference         */
     void     *with;                                 /* for `run`                                  */
     PyObject *context;                              /* whose policy is asked; NULL: by key        */

@@ -257,7 +257,8 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     const unsigned long thread = PyThread_get_thread_ident();
     gck_active *hit = gck_active_here(state->active, thread);
     below with = {.state = state, .call = call};
-    gck_call here = {.op = op, .key = op, .args = args, .kwargs = kwargs, .run = run_below, .with = &with};
+    gck_call here = {.op = op, .key = op, .higher_order = call == op, .args = args, .kwargs = kwargs, .run = run_below,
+                     .with = &with};
     int line = GCK_LINE_NONE;
     const int functorch = hit == NULL ? 0 : gck_functorch_active(&state->py);
 
@@ -311,9 +312,13 @@ PyObject *gck_catcher(PyObject *module, PyObject *op)
     const gck_py *py = &gck_state_of(module)->py;
     const gck_op_effect effect = gck_op_effect_of(py, op);
     PyObject *does = effect == GCK_READS ? Py_None : effect == GCK_WRITES ? Py_True : Py_False;
-    PyObject *self = Py_BuildValue("(OONO)", module, op, PyObject_GetAttr(op, py->names._op), does);
-    PyObject *function = self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
+    PyObject *call = PyObject_GetAttr(op, py->names._op), *self, *function;
 
+    if (call == NULL && gck_clear_attribute_error() == 0) {     /* a higher order operator */
+        call = Py_NewRef(op);
+    }
+    self = Py_BuildValue("(OONO)", module, op, call, does);
+    function = self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
     Py_XDECREF(self);
     return function;
 }

@@ -24,6 +24,7 @@ typedef struct {
     gck_op_storage *store;  /* owned; NULL before __init__                         */
     int        by_key;      /* the policy needs no mode                            */
     int        replay;      /* the context of the recompute                        */
+    int        traced;      /* a mode that traces was active when it was entered   */
 } gck_context;
 
 /* New reference: the store of a context; NULL with TypeError when it has none. */
@@ -77,6 +78,7 @@ static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_ca
     PyObject *target = PyObject_GetAttr(call->op, py->names._op), *out = NULL;
 
     call->with = target != NULL ? target : call->op;
+    call->higher_order = target == NULL;
     call->key = key_of(py, call, target);
     if (call->key != NULL && ignored >= 0) {
         gck_active *active = ignored || line == GCK_LINE_NONE ? NULL : gck_active_of(store->state, call->context);
@@ -116,6 +118,13 @@ static PyObject *record_traced(gck_op_storage *store, const gck_call *call, PyOb
     return out;
 }
 
+/* 1 while something is traced inside of the region, as a higher order operator traces what it differentiates; 0; -1.
+ * Modes of torch that trace lie below ours, which thus sees operators on tensors without values. */
+static int traces_inside(const gck_context *self, const gck_py *py)
+{
+    return self->traced ? 0 : gck_tracing_modes(py);
+}
+
 /* __torch_dispatch__(func, types, args=(), kwargs=None): one operator. */
 static PyObject *context_dispatch(PyObject *op, PyObject *const *all, Py_ssize_t n)
 {
@@ -135,6 +144,11 @@ static PyObject *context_dispatch(PyObject *op, PyObject *const *all, Py_ssize_t
     call.op = all[0];
     call.args = all[2];
     call.kwargs = n == 4 && all[3] != Py_None && PyDict_Size(all[3]) > 0 ? all[3] : NULL;
+    const int inside = traces_inside(self, &store->state->py);
+    if (inside != 0) {
+        out = inside > 0 ? PyObject_Call(call.op, call.args, call.kwargs) : NULL;
+        goto exit;
+    }
     out = self->replay ? Py_NewRef(Py_NotImplemented) : record_traced(store, &call, all[1]);
     if (out == Py_NotImplemented) {
         Py_DECREF(out);
@@ -169,7 +183,9 @@ static PyObject *context_enter(PyObject *op, PyObject *unused)
     PyObject *result = NULL;
 
     (void)unused;
-    if (by_key < 0 || (!self->replay && gck_region_replays_discrete(store->state, 0, 0, &store) < 0)) {
+    self->traced = by_key == 0 ? gck_tracing_modes(&store->state->py) : 0;
+    if (by_key < 0 || self->traced < 0
+        || (!self->replay && gck_region_replays_discrete(store->state, 0, 0, &store) < 0)) {
         goto exit;
     }
     if ((active = malloc(sizeof *active)) == NULL) {
