@@ -66,4 +66,8 @@ int gck_input_storage(const gck_py *py, const gck_input *in, const void **addres
 /* Version of x into *version, -1 where x has none.  0 or -1. */
 int gck_version_of(const gck_py *py, PyObject *x, int64_t *version);
 
+/* The memory of a tensor, from its first value to its last; *nbytes 0: it cannot be read.  Runs no
+ * Python.  0 or -1. */
+int gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes);
+
 #endif

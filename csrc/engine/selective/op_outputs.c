@@ -155,30 +155,6 @@ static PyObject *kept_new(gck_op_storage *store, PyObject *val, int64_t version)
     return (PyObject *)self;
 }
 
-int gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes)
-{
-    gck_dl_tensor dl;
-    int64_t last = 0;
-
-    *data = NULL;
-    *nbytes = 0;
-    const int plain = gck_is_plain_tensor(py, x);
-    const int shown = plain ? gck_read_dlpack(py, x, &dl) : 0;
-
-    if (shown <= 0) {
-        return shown;
-    }
-    for (int d = 0; d < dl.ndim; d++) {
-        if (dl.shape[d] == 0) {
-            return 0;
-        }
-        last += (dl.shape[d] - 1) * dl.strides[d];
-    }
-    *data = (const char *)dl.data + dl.byte_offset;
-    *nbytes = (last + 1) * ((dl.dtype.bits * dl.dtype.lanes + 7) / 8);
-    return 0;
-}
-
 /* New reference: what is kept of a tensor that no codec takes: itself, or what the user's hooks make of it. */
 static PyObject *packed(gck_op_storage *store, PyObject *x)
 {

@@ -31,10 +31,6 @@ int gck_op_output_settle(gck_op_storage *store, PyObject *entry);
 /* 1 when the version of an output of an entry shows that it was written into; 0; -1. */
 int gck_op_output_written(const gck_op_storage *store, PyObject *entry);
 
-/* The memory of a tensor, from its first value to its last; *nbytes 0: it cannot be read.  Runs no
- * Python.  0 or -1. */
-int gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes);
-
 /* Remember a tensor of the output's memory with a version counter of its own.  0 or -1. */
 int gck_op_output_note(const gck_py *py, gck_op_output *kept, PyObject *alias);
 
