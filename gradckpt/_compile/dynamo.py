@@ -21,7 +21,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import GraphModule, Node
 
 from gradckpt import _C, compat, policies
-from gradckpt._compile import graph
+from gradckpt._compile import graph, joint_graph
 from gradckpt._compile.region_policies import keep_discrete, keep_products, regions
 from gradckpt._config import CompressionConfig, parse_compress, warn_inactive
 from gradckpt._engine import kept_calls, remat
@@ -240,7 +240,8 @@ class Backend:
         kept = keep_discrete(module, self.replay_discrete)
         keep_products(module, self.restored)
         cached = _cache_hits()
-        with _without_advice() if kept else contextlib.nullcontext(), graph.hooks() as packed:
+        advice = _without_advice() if kept else contextlib.nullcontext()
+        with advice, joint_graph.hooks(), graph.hooks() as packed:
             compiled = self.backend(module, inputs, **options)
         compiled_stats.add(regions=sum(len(regions(m)) for m in modules))
         if not packed and _cache_hits() > cached:  # it was packed when it was first compiled

@@ -39,7 +39,18 @@ from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._version import __version__
 
-__all__ = ["MARKS", "Packed", "available", "hooks", "is_compiling", "keep_packed", "region_input", "rounded", "version"]
+__all__ = [
+    "CODEC",
+    "MARKS",
+    "Packed",
+    "available",
+    "hooks",
+    "is_compiling",
+    "keep_packed",
+    "region_input",
+    "rounded",
+    "version",
+]
 
 _library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
 for _name in ("region_input", "rounded"):
@@ -57,7 +68,10 @@ def version() -> str:
 
     Graphs in Inductor's cache on disk have already been rewritten.
     """
-    return f"{__version__}+{zlib.crc32(Path(__file__).read_bytes()):08x}"
+    checksum = 0
+    for name in ("graph.py", "joint_graph.py"):
+        checksum = zlib.crc32(Path(__file__).with_name(name).read_bytes(), checksum)
+    return f"{__version__}+{checksum:08x}"
 
 
 class Packed(NamedTuple):
@@ -146,7 +160,7 @@ for _name in ("region_input", "rounded"):
 
 
 #: The ``meta`` key of a node that is kept compressed.
-_CODEC = "gradckpt_codec"
+CODEC = "gradckpt_codec"
 _SETTLED = "gradckpt_settled"
 
 
@@ -174,7 +188,7 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
     first = [n for n in later if n.target is operator.getitem and n.args[0] is node and n.args[1] == 0] or [node]
     value = first[0].meta.get("val")
     if isinstance(value, torch.Tensor) and value.numel() >= config.min_numel and value.dtype in dtypes(config.codec):
-        first[0].meta[_CODEC] = config.codec
+        first[0].meta[CODEC] = config.codec
 
 
 @functools.cache
@@ -246,7 +260,7 @@ def _cut() -> _Cut | None:
         _name_rng_states(forward, backward)
         for graph in (forward, backward):
             _sweep(graph)
-    codec = node.args[1] if node.target in MARKS else node.meta.get(_CODEC)
+    codec = node.args[1] if node.target in MARKS else node.meta.get(CODEC)
     return None if codec is None else _Cut(forward, backward, node, codec)
 
 
@@ -333,7 +347,7 @@ def _sweep(graph: Graph) -> None:
             if output in node.users:
                 continue
             for view in _views(node):
-                view.meta[_CODEC] = node.args[1]
+                view.meta[CODEC] = node.args[1]
             if mark is region_input:
                 _drop(node)
 

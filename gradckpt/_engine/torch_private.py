@@ -331,3 +331,17 @@ def load_cut() -> Any:
         "compressed tensors in compiled code",
         None,
     )
+
+
+@functools.cache
+def load_joint_passes() -> tuple[Any, Any, Any] | None:
+    """Look up where passes over joint graphs are set, AOTAutograd's and Inductor's, and the class
+    of the latter; None if one is missing.
+    """
+    lost = "exact outputs of compiled regions"
+    names = [_find(f"torch._functorch.config{attribute}", lost) for attribute in ("", ".joint_custom_pass")] + [
+        _find(f"torch._inductor.{name}", lost)
+        for name in ("config", "config.joint_custom_pre_pass", "config.joint_custom_post_pass")
+    ]
+    graph_pass = _find("torch._inductor.custom_graph_pass.CustomGraphPass", lost)
+    return None if any(isinstance(name, Missing) for name in (*names, graph_pass)) else (names[0], names[2], graph_pass)
