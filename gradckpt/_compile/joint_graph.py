@@ -104,8 +104,9 @@ def _is_backward(node: Node) -> bool:
 
 
 def _is_backward_outside(node: Node, inside: set[Any]) -> bool:
-    """Return whether it is of the backward, and of no operator with one of these numbers."""
-    return _is_backward(node) and node.meta.get("seq_nr") not in inside
+    """Return whether it is of the backward of an operator with none of these numbers."""
+    number = node.meta.get("seq_nr")  # a new node of a pass may have none
+    return _is_backward(node) and number is not None and number not in inside
 
 
 def _runs_again(node: Node) -> bool:
@@ -148,6 +149,7 @@ def _restore(tags: dict[Node, dict[str, Any]], graph: Graph) -> None:
                 node.meta.pop(key, None)
             node.meta.update(tags[node])
     tags.clear()
+    _keep_outputs(graph)  # a pass may have replaced an output by what it was made of
 
 
 def _each(passes: Any) -> tuple[Any, ...]:
