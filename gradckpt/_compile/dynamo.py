@@ -137,7 +137,7 @@ def _mark(marking: Marking, x: Any) -> Any:
         and type(x) is torch.Tensor
         and x.dtype in marking.dtypes
         and _is_or_may_be(_distinct(x) >= marking.min_numel)
-        and marking.eligible[x.requires_grad][x.is_leaf]
+        and marking.eligible[int(x.requires_grad)][int(x.is_leaf)]  # Dynamo before 2.12 takes no bool for an index
     ):
         mark = graph.rounded if marking.fake_quantize else graph.region_input
         return mark(x, marking.codec, marking.version)

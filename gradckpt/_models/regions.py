@@ -206,11 +206,10 @@ class Region:
         """What other code binds again: that of the forward would lose us."""
         return self
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Region:
-        return self
-
     def __getattr__(self, name: str) -> Any:
         """Return ``__code__``, ``__self__`` and the other attributes of the module's forward."""
+        if name == "__get__":  # not of the class: Dynamo before 2.12 takes such an object for the class's attribute
+            return lambda instance, owner=None: self
         module = self._module() if "_module" in vars(self) else None  # a copy in the making has none
         if module is None or name in _NOT_OF_FUNCTIONS:
             raise AttributeError(name)
