@@ -93,6 +93,8 @@ class _Compiling(threading.local):
     depth = 0
     #: How often the hooks still have to claim that they can be traced; see :class:`_Hook`.
     answers = 0
+    #: Of the graph for which they do.
+    context: Any = None
     #: What was packed in the innermost of them.
     packed: list[Packed] | None = None
     #: The forward graph that :func:`_sweep` has seen.
@@ -135,7 +137,7 @@ def _traced(ctx: Any, inputs: tuple[torch.Tensor, str, str], output: torch.Tenso
     AOTAutograd makes a joint graph, or else the mark has no effect.
     """
     if _compiling.depth:
-        _compiling.answers = len(HOOKS)
+        _claim()
         return
     keys = private.mode_keys
     tracing = private.get_dispatch_mode(keys.FUNCTIONAL) is not None
@@ -149,6 +151,14 @@ def _warn_unpacked() -> None:
         "torch.compile: nothing is compressed in this graph; call gradckpt.checkpoint in it, and choose a backend with "
         'AOTAutograd, as "inductor" or "aot_eager"',
     )
+
+
+def _claim() -> None:
+    """Let AOTAutograd trace the hooks for this graph, and not for those that Inductor makes of its
+    patterns meanwhile.
+    """
+    _compiling.answers = len(HOOKS)
+    _compiling.context = private.tracing_context()
 
 
 def _straight_through(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -173,7 +183,7 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
         return
     if may_overflow(config.codec):
         return
-    _compiling.answers = len(HOOKS)
+    _claim()
     mode = private.dynamo.get_proxy_mode()
     nodes = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
     later = []  # the nodes behind it: one for each of its outputs
@@ -233,7 +243,7 @@ class _Hook:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        if not _compiling.answers:
+        if not _compiling.answers or _compiling.context is not private.tracing_context():
             return _Hook
         _compiling.answers -= 1
         answer: type = GraphModule

@@ -27,7 +27,8 @@ from gradckpt._engine import torch_private as private
 
 __all__ = ["hooks"]
 
-_RECOMPUTE, _REGION, _SIDE = "recompute", "ac_graph_id", "partitioner_tag"
+_RECOMPUTE, _REGION, _SIDE, _NUMBER = "recompute", "ac_graph_id", "partitioner_tag", "seq_nr"
+_TAGS = (_RECOMPUTE, _REGION, _SIDE, _NUMBER, CODEC)
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -71,7 +72,7 @@ def _keep_outputs(graph: Graph) -> None:
     """Save what a region computes from restored values as it is, where the backward of code outside
     reads it.
     """
-    inside = {node.meta.get("seq_nr") for node in graph.nodes if _REGION in node.meta}
+    inside = {node.meta.get(_NUMBER) for node in graph.nodes if _REGION in node.meta}
     read = _read_later(graph)
     restored: set[Node] = set()
     for node in graph.nodes:
@@ -91,7 +92,7 @@ def _read_later(graph: Graph) -> set[Node]:
         if (
             node.op == "call_function"
             and node.target is not region_input
-            and _REGION not in node.meta
+            and _REGION not in _whole(node).meta
             and node.meta.get(_SIDE) == "is_forward"
             and any(user in read or _is_backward(user) or _runs_again(user) for user in node.users)
         ):
@@ -105,7 +106,7 @@ def _is_backward(node: Node) -> bool:
 
 def _is_backward_outside(node: Node, inside: set[Any]) -> bool:
     """Return whether it is of the backward of an operator with none of these numbers."""
-    number = node.meta.get("seq_nr")  # a new node of a pass may have none
+    number = node.meta.get(_NUMBER)  # a new node of a pass may have none
     return _is_backward(node) and number is not None and number not in inside
 
 
@@ -120,12 +121,18 @@ def _keep(node: Node, restored: set[Node]) -> None:
     while node in restored and node.target is not region_input:
         node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
         node.meta.pop(CODEC, None)
-        if node.target is operator.getitem:
-            for part in node.all_input_nodes[0].users:
+        whole = _whole(node)
+        for part in whole.users:
+            if part.target is operator.getitem:
                 part.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
-        elif not _is_view(node):
+        if whole is node and not _is_view(node):
             return
         node = node.all_input_nodes[0]
+
+
+def _whole(node: Node) -> Node:
+    """Return the operator of which the node is one of several outputs, else the node."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _is_view(node: Node) -> bool:
@@ -137,15 +144,14 @@ def _is_view(node: Node) -> bool:
 
 
 def _note(tags: dict[Node, dict[str, Any]], graph: Graph) -> None:
-    keys = (_RECOMPUTE, _REGION, _SIDE, CODEC)
     tags.clear()
-    tags.update((node, {key: node.meta[key] for key in keys if key in node.meta}) for node in graph.nodes)
+    tags.update((node, {key: node.meta[key] for key in _TAGS if key in node.meta}) for node in graph.nodes)
 
 
 def _restore(tags: dict[Node, dict[str, Any]], graph: Graph) -> None:
     for node in graph.nodes:
         if node in tags:
-            for key in (_RECOMPUTE, _REGION, _SIDE, CODEC):
+            for key in _TAGS:
                 node.meta.pop(key, None)
             node.meta.update(tags[node])
     tags.clear()

@@ -291,6 +291,13 @@ fsdp1_lazy_init = _find_later("torch.distributed.fsdp._runtime_utils._lazy_init"
 guards = _find(
     "torch._guards._TLS", "noticing AOTAutograd around a region", types.SimpleNamespace(tracing_context=None)
 )
+
+
+def tracing_context() -> Any:
+    """Return what identifies the graph that is traced or compiled in this thread, or None."""
+    return getattr(guards, "tracing_context", None)
+
+
 frame_callback = _find(
     "torch._C._dynamo.eval_frame.get_eval_frame_callback", "keeping Dynamo out of a recompute", lambda: None
 )

@@ -98,7 +98,7 @@ FUNCTIONS = {
     "masked fill": lambda x, w: (x @ w).masked_fill(torch.zeros_like(x, dtype=torch.bool), 0.0).sin(),
     "gathered": lambda x, w: (x @ w)[torch.arange(x.shape[0])].sin(),
     "rounded": lambda x, w: (x.sin() * w.sum()).round() * x,
-    "one hot": lambda x, w: F.one_hot((x @ w).argmax(-1), WIDTH).float() * x,
+    "one hot": lambda x, w: F.one_hot((x @ w).argmax(-1), WIDTH).float() @ w * x,
     "returns a view": lambda x, w: torch.tanh(x @ w).t().t()[:, :],
     "gelu": lambda x, w: F.gelu(x @ w) @ w,
     "batch norm": lambda x, w: F.batch_norm(x @ w, None, None, training=True),
