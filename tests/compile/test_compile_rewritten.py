@@ -6,7 +6,7 @@ without the compiler.
 
 import pytest
 import torch
-from compile_cases import fresh_dynamo  # noqa: F401
+from compile_cases import ASKS_POLICIES_BEFORE, fresh_dynamo  # noqa: F401
 from rewritten_graphs import AROUND, FUNCTIONS, WIDTH, passes
 from torch.utils.checkpoint import checkpoint
 
@@ -50,6 +50,8 @@ def error(got, want):
 
 
 def check(name, around, regions, setting, backend, factor=1.3):
+    if ASKS_POLICIES_BEFORE and "policy" in SETTINGS[setting]:
+        pytest.skip("torch before 2.12 keeps nothing compressed by a policy in a graph")
     function = FUNCTIONS[name]
     exact = gradients(function, around, regions, lambda f, *args: f(*args))
 

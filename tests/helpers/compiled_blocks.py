@@ -278,8 +278,10 @@ def turn_on(model, setting):
     if hasattr(model, "enable_gradient_checkpointing") and options.get("recompute", True):  # diffusers
         function = functools.partial(gradckpt.checkpoint, use_reentrant=False, **options)
         model.enable_gradient_checkpointing(gradient_checkpointing_func=function)
-    else:
+    elif getattr(model, "supports_gradient_checkpointing", True) or not options.get("recompute", True):
         gradckpt.enable(model, **options)
+    else:
+        gradckpt.enable(model, modules="layer", **options)
 
 
 def turn_torchs_on(model):
