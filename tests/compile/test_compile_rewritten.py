@@ -1,6 +1,6 @@
 """Inductor's passes over the joint graph replace and erase nodes, in regions and around them.
 
-Whatever they do, the graph compiles, its inputs leave as payloads, and gradients are as far off as
+The graph still compiles, its inputs leave as payloads, and gradients are as far off as
 without the compiler.
 """
 
