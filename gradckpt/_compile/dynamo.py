@@ -21,7 +21,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.fx import GraphModule, Node
 
 from gradckpt import _C, compat, policies
-from gradckpt._compile import graph
+from gradckpt._compile import graph, joint_graph
 from gradckpt._compile.region_policies import keep_discrete, keep_products, regions
 from gradckpt._config import CompressionConfig, parse_compress, warn_inactive
 from gradckpt._engine import kept_calls, remat
@@ -138,7 +138,7 @@ def _mark(marking: Marking, x: Any) -> Any:
         and type(x) is torch.Tensor
         and x.dtype in marking.dtypes
         and _is_or_may_be(_distinct(x) >= marking.min_numel)
-        and marking.eligible[x.requires_grad][x.is_leaf]
+        and marking.eligible[int(x.requires_grad)][int(x.is_leaf)]  # Dynamo before 2.12 takes no bool for an index
     ):
         mark = graph.rounded if marking.fake_quantize else graph.region_input
         return mark(x, marking.codec, marking.version)
@@ -241,7 +241,8 @@ class Backend:
         kept = keep_discrete(module, self.replay_discrete)
         keep_products(module, self.restored)
         cached = _cache_hits()
-        with _without_advice() if kept else contextlib.nullcontext(), graph.hooks() as packed:
+        advice = _without_advice() if kept else contextlib.nullcontext()
+        with advice, joint_graph.hooks(), graph.hooks() as packed:
             compiled = self.backend(module, inputs, **options)
         compiled_stats.add(regions=sum(len(regions(m)) for m in modules))
         if not packed and _cache_hits() > cached:  # it was packed when it was first compiled

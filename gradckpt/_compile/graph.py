@@ -39,7 +39,18 @@ from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._version import __version__
 
-__all__ = ["MARKS", "Packed", "available", "hooks", "is_compiling", "keep_packed", "region_input", "rounded", "version"]
+__all__ = [
+    "CODEC",
+    "MARKS",
+    "Packed",
+    "available",
+    "hooks",
+    "is_compiling",
+    "keep_packed",
+    "region_input",
+    "rounded",
+    "version",
+]
 
 _library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
 for _name in ("region_input", "rounded"):
@@ -57,7 +68,10 @@ def version() -> str:
 
     Graphs in Inductor's cache on disk have already been rewritten.
     """
-    return f"{__version__}+{zlib.crc32(Path(__file__).read_bytes()):08x}"
+    checksum = 0
+    for name in ("graph.py", "joint_graph.py"):
+        checksum = zlib.crc32(Path(__file__).with_name(name).read_bytes(), checksum)
+    return f"{__version__}+{checksum:08x}"
 
 
 class Packed(NamedTuple):
@@ -79,6 +93,8 @@ class _Compiling(threading.local):
     depth = 0
     #: How often the hooks still have to claim that they can be traced; see :class:`_Hook`.
     answers = 0
+    #: Of the graph for which they do.
+    context: Any = None
     #: What was packed in the innermost of them.
     packed: list[Packed] | None = None
     #: The forward graph that :func:`_sweep` has seen.
@@ -121,7 +137,7 @@ def _traced(ctx: Any, inputs: tuple[torch.Tensor, str, str], output: torch.Tenso
     AOTAutograd makes a joint graph, or else the mark has no effect.
     """
     if _compiling.depth:
-        _compiling.answers = len(HOOKS)
+        _claim()
         return
     keys = private.mode_keys
     tracing = private.get_dispatch_mode(keys.FUNCTIONAL) is not None
@@ -137,6 +153,14 @@ def _warn_unpacked() -> None:
     )
 
 
+def _claim() -> None:
+    """Let AOTAutograd trace the hooks for this graph, and not for those that Inductor makes of its
+    patterns meanwhile.
+    """
+    _compiling.answers = len(HOOKS)
+    _compiling.context = private.tracing_context()
+
+
 def _straight_through(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     return grad, None, None
 
@@ -146,7 +170,7 @@ for _name in ("region_input", "rounded"):
 
 
 #: The ``meta`` key of a node that is kept compressed.
-_CODEC = "gradckpt_codec"
+CODEC = "gradckpt_codec"
 _SETTLED = "gradckpt_settled"
 
 
@@ -159,7 +183,7 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
         return
     if may_overflow(config.codec):
         return
-    _compiling.answers = len(HOOKS)
+    _claim()
     mode = private.dynamo.get_proxy_mode()
     nodes = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
     later = []  # the nodes behind it: one for each of its outputs
@@ -174,7 +198,7 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
     first = [n for n in later if n.target is operator.getitem and n.args[0] is node and n.args[1] == 0] or [node]
     value = first[0].meta.get("val")
     if isinstance(value, torch.Tensor) and value.numel() >= config.min_numel and value.dtype in dtypes(config.codec):
-        first[0].meta[_CODEC] = config.codec
+        first[0].meta[CODEC] = config.codec
 
 
 @functools.cache
@@ -219,7 +243,7 @@ class _Hook:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        if not _compiling.answers:
+        if not _compiling.answers or _compiling.context is not private.tracing_context():
             return _Hook
         _compiling.answers -= 1
         answer: type = GraphModule
@@ -246,7 +270,7 @@ def _cut() -> _Cut | None:
         _name_rng_states(forward, backward)
         for graph in (forward, backward):
             _sweep(graph)
-    codec = node.args[1] if node.target in MARKS else node.meta.get(_CODEC)
+    codec = node.args[1] if node.target in MARKS else node.meta.get(CODEC)
     return None if codec is None else _Cut(forward, backward, node, codec)
 
 
@@ -333,7 +357,7 @@ def _sweep(graph: Graph) -> None:
             if output in node.users:
                 continue
             for view in _views(node):
-                view.meta[_CODEC] = node.args[1]
+                view.meta[CODEC] = node.args[1]
             if mark is region_input:
                 _drop(node)
 

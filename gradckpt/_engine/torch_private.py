@@ -342,6 +342,13 @@ fsdp1_lazy_init = _find_later("torch.distributed.fsdp._runtime_utils._lazy_init"
 guards = _find(
     "torch._guards._TLS", "noticing AOTAutograd around a region", types.SimpleNamespace(tracing_context=None)
 )
+
+
+def tracing_context() -> Any:
+    """Return what identifies the graph that is traced or compiled in this thread, or None."""
+    return getattr(guards, "tracing_context", None)
+
+
 frame_callback = _find(
     "torch._C._dynamo.eval_frame.get_eval_frame_callback", "keeping Dynamo out of a recompute", lambda: None
 )
@@ -382,3 +389,17 @@ def load_cut() -> Any:
         "compressed tensors in compiled code",
         None,
     )
+
+
+@functools.cache
+def load_joint_passes() -> tuple[Any, Any, Any] | None:
+    """Look up where passes over joint graphs are set, AOTAutograd's and Inductor's, and the class
+    of the latter; None if one is missing.
+    """
+    lost = "exact outputs of compiled regions"
+    names = [_find(f"torch._functorch.config{attribute}", lost) for attribute in ("", ".joint_custom_pass")] + [
+        _find(f"torch._inductor.{name}", lost)
+        for name in ("config", "config.joint_custom_pre_pass", "config.joint_custom_post_pass")
+    ]
+    graph_pass = _find("torch._inductor.custom_graph_pass.CustomGraphPass", lost)
+    return None if any(isinstance(name, Missing) for name in (*names, graph_pass)) else (names[0], names[2], graph_pass)

@@ -338,6 +338,19 @@ class _Expectation:
         return True
 
 
+class _Watch(_Expectation):
+    """The expectation that in each step of a model a region runs; two in a row without are said."""
+
+    def met(self, optimizer: torch.optim.Optimizer) -> bool:
+        model = self.model()
+        if model is None:
+            return True
+        if self.why_not(model) is None:
+            self.steps = 0
+            return False
+        return super().met(optimizer)
+
+
 _expectations: list[_Expectation] = []
 
 
@@ -364,3 +377,13 @@ def expect(model: torch.nn.Module, why_not: Callable[[Any], tuple[str, bool] | N
     """
     _listen()
     _expectations.append(_Expectation(model, why_not))
+
+
+def watch(model: torch.nn.Module, why_not: Callable[[Any], tuple[str, bool] | None]) -> None:
+    """Ask ``why_not(model)`` after each optimizer step, in place of an earlier watch of the model.
+
+    It returns None if all is well, at next to no cost.
+    """
+    _listen()
+    _expectations[:] = [each for each in _expectations if not (isinstance(each, _Watch) and each.model() is model)]
+    _expectations.append(_Watch(model, why_not))

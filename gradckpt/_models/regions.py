@@ -18,6 +18,8 @@ import copy
 import functools
 import inspect
 import re
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +45,9 @@ from gradckpt._stats import compiled, stats
 from gradckpt.selectors import every
 
 __all__ = ["Chosen", "Region", "checkpointed_by", "choose", "region_of", "regions_in"]
+
+#: Copies and pickles ask an object for these: functions have none.
+_NOT_OF_FUNCTIONS = ("__wrapped__", "__deepcopy__", "__getnewargs__", "__getnewargs_ex__", "__setstate__")
 
 #: A module's own method that DataParallel calls; it binds the region of a replica to the replica.
 _REPLICATE = "_replicate_for_data_parallel"
@@ -76,12 +81,15 @@ class Chosen:
         self.offload = offload
 
     def is_installed(self) -> bool:
-        """Return whether exactly these modules are regions, with these settings."""
+        """Return whether exactly these modules are regions, with these settings, and still call
+        them.
+        """
         regions = {name: region for name, module in self.tree.names if (region := region_of(module)) is not None}
         first = {id(region): name for name, region in reversed(regions.items())}
         now = {name: comparable(regions[name].settings) for name in first.values()}
         chosen = {name: comparable(settings) for name, settings in self.settings.items()}
-        return now == chosen and all(region.offload == self.offload for region in regions.values())
+        same = now == chosen and all(region.offload == self.offload for region in regions.values())
+        return same and all(region.is_called() for region in regions.values())
 
     def install(self) -> None:
         """Make the modules regions.
@@ -95,10 +103,15 @@ class Chosen:
         _check_nesting(self.settings, self.tree)
         label = type(self.tree.model).__name__
         uses = {name: [spell(chosen["compress"])] for name, chosen in self.settings.items()}
-        for name, chosen in self.settings.items():
-            Region(modules[name], chosen, RankCheck(label, uses), self.offload, not name).install()
+        regions = [
+            Region(modules[name], chosen, RankCheck(label, uses), self.offload, not name)
+            for name, chosen in self.settings.items()
+        ]
+        for region in regions:
+            region.install()
         activity.register(self.tree.model)
         activity.expect(self.tree.model, _why_inactive)
+        activity.watch(self.tree.model, functools.partial(_why_replaced, list(map(weakref.ref, regions))))
 
 
 # ---- the wrapper ----
@@ -119,6 +132,7 @@ class Region:
         self.is_whole = is_whole  # the model itself, whose last operators make the loss
         self.saves = compress_saved(settings["compress"]) if is_saved(settings) else None  # None: recomputed
         self.traced = False  # by torch.compile
+        self.ran = False  # uncompiled, since the optimizer's last step
         self.kind = type(module).__name__
         self.own: Any = None  # the earlier replacement of forward on the instance; None: the class's method
         self.active = False
@@ -157,14 +171,56 @@ class Region:
             raise ReferenceError(f"gradckpt: the {self.kind} of this checkpointed forward is gone")
         return module
 
+    def is_called(self) -> bool:
+        """Return whether the module's forward still leads here, as far as its wrappers tell."""
+        module = self._module()
+        forward = vars(module).get("forward") if module is not None else None
+        if forward is None or forward is self.own or getattr(forward, "__func__", None) is type(module).forward:
+            return forward is self
+        seen: set[int] = set()
+        waiting: list[Any] = [forward, *vars(module).values()]  # accelerate keeps the old one as an attribute
+        while waiting:
+            x = waiting.pop()
+            if x is self:
+                return True
+            if id(x) not in seen and isinstance(x, (types.FunctionType, types.MethodType, functools.partial)):
+                seen.add(id(x))
+                if isinstance(x, functools.partial):
+                    waiting += (x.func, *x.args, *x.keywords.values())
+                else:
+                    waiting += (getattr(x, "__wrapped__", None), getattr(x, "__func__", None))
+                    waiting += (
+                        cell.cell_contents for cell in getattr(x, "__closure__", None) or () if cell != types.CellType()
+                    )
+        return False
+
+    # ---- as the function that it replaces ----
+
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The module's own forward, which inspect.signature() reads."""
-        module = self.module
-        return type(module).forward.__get__(module) if self.own is None else self.own  # type: ignore[no-any-return]
+        return _own_forward(self.module) if self.own is None else self.own
+
+    @property
+    def __func__(self) -> Region:
+        """What other code binds again: that of the forward would lose us."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Return ``__code__``, ``__self__`` and the other attributes of the module's forward."""
+        if name == "__get__":  # not of the class: Dynamo before 2.12 takes such an object for the class's attribute
+            return lambda instance, owner=None: self
+        module = self._module() if "_module" in vars(self) else None  # a copy in the making has none
+        if module is None or name in _NOT_OF_FUNCTIONS:
+            raise AttributeError(name)
+        return getattr(_own_forward(module) if self.own is None else self.own, name)
+
+    # ---- calls ----
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         module = self.module
+        if args and args[0] is module:  # bound to it again, as accelerate does
+            args = args[1:]
         forward = self.own or _forward_of(module)
         if not (self.active and module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
@@ -173,8 +229,10 @@ class Region:
                 f"gradckpt: gradient_checkpointing of this {self.kind} was turned on since gradckpt.enable, which "
                 "checkpoints it too; call model.gradient_checkpointing_disable(), or gradckpt.disable(model)"
             )
-        if not torch.compiler.is_compiling() and not self.rank_check.settled():
-            self._check_first(module)
+        if not torch.compiler.is_compiling():
+            self.ran = True
+            if not self.rank_check.settled():
+                self._check_first(module)
         return self.run(module, forward, args, kwargs)
 
     def _check_first(self, module: Module) -> None:
@@ -267,6 +325,8 @@ def _why_inactive(model: Module) -> tuple[str, bool] | None:
         unused = unused and activity.are_frozen(region.module for region in regions)
         return (f"{chosen} {activity.FROZEN}", False) if unused else None
     never = f"none of the {len(regions)} chosen modules of {type(model).__name__} checkpointed"
+    if _are_replaced(regions):
+        return None  # _why_replaced says so
     if not any(region.module.training for region in regions):
         return f"{never}: they are in eval mode; call model.train()", True
     return (
@@ -274,6 +334,28 @@ def _why_inactive(model: Module) -> tuple[str, bool] | None:
         "parts",
         True,
     )
+
+
+def _why_replaced(refs: list[weakref.ref[Region]], model: Module) -> tuple[str, bool] | None:
+    """Return why no region of a model ran since the last step, if other code has replaced their
+    forwards; None if one ran or may have run.
+    """
+    regions = [region for ref in refs if (region := ref()) is not None and region.active]
+    ran = any(region.ran for region in regions)
+    for region in regions:
+        region.ran = False
+    if ran or not regions or compiled.ever or not _are_replaced(regions):
+        return None
+    name = type(model).__name__
+    return (
+        f"none of the {len(regions)} chosen modules of {name} ran as enabled: other code has replaced their forward "
+        "since; call gradckpt.enable again",
+        True,
+    )
+
+
+def _are_replaced(regions: list[Region]) -> bool:
+    return not any(region.is_called() for region in regions)
 
 
 def prepare(
@@ -298,6 +380,10 @@ def _forward_of(module: Module) -> Callable[..., Any]:
         # At a graph break, a method is looked up by its name, under which the module has its
         # region.
         return functools.partial(type(module).forward, module)
+    return _own_forward(module)
+
+
+def _own_forward(module: Module) -> Callable[..., Any]:
     bound: Callable[..., Any] = type(module).forward.__get__(module)
     return bound
 
