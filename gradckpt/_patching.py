@@ -123,9 +123,11 @@ def _checkpoint_body(*args, **kwargs):  # type: ignore[no-untyped-def]
 
 
 def _inner_body(function, args, kwargs, **options):  # type: ignore[no-untyped-def]
-    from gradckpt._patching import _checkpoint
+    from gradckpt._patching import CHECKPOINT, _checkpoint
 
-    return _checkpoint((function, *args), {**kwargs, **options})
+    defaults = CHECKPOINT.stock.__kwdefaults__  # torch passes all options, also those that nobody gave
+    given = {name: value for name, value in options.items() if value is not defaults[name]}
+    return _checkpoint((function, *args), {**kwargs, **given})
 
 
 def _sequential_body(functions, segments, input, use_reentrant=None, **kwargs):  # type: ignore[no-untyped-def]

@@ -202,7 +202,8 @@ NOT_KEPT: dict[str, tuple[str, ...]] = {
         *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
         *("_scaled_dot_product_cudnn_attention_backward", "_scaled_dot_product_efficient_attention_backward"),
         *("_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace", "_efficient_attention_forward"),
-        *("_cudnn_attention_forward", "_cudnn_attention_backward", "_triton_scaled_dot_attention"),
+        *("_cudnn_attention_forward", "_cudnn_attention_forward_no_dropout_inplace", "_cudnn_attention_backward"),
+        "_triton_scaled_dot_attention",
         *("_fill_mem_eff_dropout_mask_", "_nested_tensor_softmax_with_shape"),
     ),
 }

@@ -280,7 +280,10 @@ def _copy_of(name: str, **globals_: Any) -> Any:
     return copy
 
 
-torchs_checkpoint = _copy_of("checkpoint")
+#: What the function that torch's decorator makes calls, since 2.14: patched() exchanges its body.
+_INNER = "_checkpoint_impl"
+_inner = {_INNER: _copy_of(_INNER)} if hasattr(torch.utils.checkpoint, _INNER) else {}
+torchs_checkpoint = _copy_of("checkpoint", **_inner)
 torchs_sequential = _copy_of("checkpoint_sequential")
 #: Whether torch's selective contexts can show saved-tensor hooks what they keep: 2.14.
 hooks_see_kept = "respect_saved_tensors_hooks" in (getattr(torchs_checkpoint, "__kwdefaults__", None) or ())

@@ -121,13 +121,15 @@ def test_a_setting_is_what_its_line_makes(make, name):
 @pytest.mark.parametrize("make", [Net, llama])
 def test_torch_is_torchs_own_function_on_the_modules_of_enable(make, monkeypatch):
     model, called = make(), []
-    original = torch_checkpoint._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(torch_checkpoint, f"{name}_impl") else name
+    original = getattr(torch_checkpoint, name)
 
     def noted(*args, **kwargs):
         called.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(torch_checkpoint, "_checkpoint_without_reentrant_generator", noted)
+    monkeypatch.setattr(torch_checkpoint, name, noted)
     with gradckpt.enable(model) as handle:
         count = len(handle.modules)
     gradckpt.stats.reset()

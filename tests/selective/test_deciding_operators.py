@@ -144,6 +144,15 @@ def gradients(select, checkpoint):
     return torch.autograd.grad(out, (w, x), torch.randn_like(out))
 
 
+def nodes_behind(y):
+    found, nodes = set(), [y.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        found.add(node.name())
+        nodes += [each for each, _ in node.next_functions if each is not None]
+    return found
+
+
 @pytest.mark.parametrize("name", SELECT)
 def test_the_gradient_goes_where_the_forward_found_the_result(name):
     select = SELECT[name]
@@ -153,6 +162,8 @@ def test_the_gradient_goes_where_the_forward_found_the_result(name):
         if "is not implemented" not in str(error):
             raise
         pytest.skip(f"torch itself: {error}")
+    if name == "quantile" and "SortBackward0" not in nodes_behind(select(torch.randn(4, 4, requires_grad=True))):
+        pytest.skip("this torch finds the places of quantile in one kernel, which no operator shows")
     for codec, bound in (("int8", 0.03), ("int4", 0.25)):
         found = gradients(select, lambda f, h, codec=codec: gradckpt.checkpoint(f, h, compress=codec))
         for a, b in zip(found, exact, strict=True):

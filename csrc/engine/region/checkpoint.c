@@ -58,8 +58,8 @@ const char gck_checkpoint_doc[] =
     "Source: Chen et al. 2016, arXiv:1604.06174.";
 
 const char gck_compat_checkpoint_doc[] =
-    "checkpoint(function, *args, use_reentrant=None, context_fn=None, determinism_check='default', debug=False, "
-    "early_stop=True, respect_saved_tensors_hooks=None, **kwargs)\n--\n\n"
+    "checkpoint(function=None, *args, use_reentrant=None, preserve_rng_state=True, context_fn=None, "
+    "determinism_check='default', debug=False, early_stop=True, respect_saved_tensors_hooks=None, **kwargs)\n--\n\n"
     "Run ``torch.utils.checkpoint.checkpoint``, with the same defaults, warnings and error texts.";
 
 /* ---- the record ---- */
