@@ -23,6 +23,8 @@ from torch.nn import ModuleList
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt import _C
+from gradckpt._engine.arguments import HOOKS_SEE_KEPT
+from gradckpt._engine.torch_private import hooks_see_kept
 from gradckpt._models import activity
 from gradckpt._models.inactivity import ADAPTER, HELD, InactivityMonitor, after_forward, before_forward, describe
 from gradckpt._models.keywords import (
@@ -185,7 +187,8 @@ class Adapter(_Replacement):
         selective: dict[str, Any] = {"context_fn": settings.context_fn} if settings.context_fn is not None else {}
         ours, stock = (offloaded, offloaded_stock) if settings.offload else (of_layer, torch_checkpoint)
         function = functools.partial(ours, compress=settings.config, **selective, **buffers, **keywords)
-        vars(function)[_STOCK] = functools.partial(stock, **keywords)
+        torchs = {key: value for key, value in keywords.items() if key != HOOKS_SEE_KEPT or hooks_see_kept}
+        vars(function)[_STOCK] = functools.partial(stock, **torchs)
         return _Choice(function, True, settings)
 
     def modules(self, model: Any) -> Iterator[Any]:

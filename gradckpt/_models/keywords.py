@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress
-from gradckpt._engine.arguments import check_bool, check_option
+from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_bool, check_option
 from gradckpt._engine.selective import contexts_of
 from gradckpt._models.rules import saved_settings
 from gradckpt.policies import is_known
@@ -30,9 +30,13 @@ OURS = ("compress", "fake_quantize", "min_numel", "recompute", "budget", "plan",
 _MARKS = frozenset(OURS[:7])
 
 #: torch's keywords, in any version.
-TORCHS = (
-    *(k for k, p in inspect.signature(torch_checkpoint).parameters.items() if p.kind is p.KEYWORD_ONLY),
-    "preserve_rng_state",
+TORCHS = tuple(
+    dict.fromkeys(
+        (
+            *(k for k, p in inspect.signature(torch_checkpoint).parameters.items() if p.kind is p.KEYWORD_ONLY),
+            *("preserve_rng_state", HOOKS_SEE_KEPT),
+        )
+    )
 )
 
 

@@ -166,6 +166,7 @@ VALUES = {
     "determinism_check": "none",
     "debug": True,
     "early_stop": False,
+    "respect_saved_tensors_hooks": True,
     "buffers": "torch",
     "budget": "8GiB",
     "plan": "plan.json",
