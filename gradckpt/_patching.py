@@ -123,11 +123,9 @@ def _checkpoint_body(*args, **kwargs):  # type: ignore[no-untyped-def]
 
 
 def _inner_body(function, args, kwargs, **options):  # type: ignore[no-untyped-def]
-    from gradckpt._patching import CHECKPOINT, _checkpoint
+    from gradckpt._patching import _inner
 
-    defaults = CHECKPOINT.stock.__kwdefaults__  # torch passes all options, also those that nobody gave
-    given = {name: value for name, value in options.items() if value is not defaults[name]}
-    return _checkpoint((function, *args), {**kwargs, **given})
+    return _inner(function, args, kwargs, options)
 
 
 def _sequential_body(functions, segments, input, use_reentrant=None, **kwargs):  # type: ignore[no-untyped-def]
@@ -153,6 +151,18 @@ def _checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not handles:
         return _torchs(args, kwargs)
     return handles[0]._call(args, kwargs)
+
+
+def _inner(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Call with the function's keywords apart from those of torch, whose names they may have."""
+    defaults = CHECKPOINT.stock.__kwdefaults__  # torch passes all options, also those that nobody gave
+    its_own = kwargs.keys() & {"function", *options}
+    if its_own:
+        if options["use_reentrant"] is None or options["use_reentrant"]:
+            return CHECKPOINT.stock(function, args, kwargs, **options)  # torch refuses them
+        function = functools.partial(function, **{key: kwargs.pop(key) for key in its_own})
+    given = {name: value for name, value in options.items() if value is not defaults[name]}
+    return _checkpoint((function, *args), {**kwargs, **given})
 
 
 def _torchs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from gradckpt._engine.torch_errors import for_reentrant
+from gradckpt._engine.arguments import TAKEN, own_keywords
+from gradckpt._engine.torch_errors import for_reentrant, warn_torchs
 
-__all__ = ["Bound", "Decorated", "check_runs_at_call", "decorate"]
+__all__ = ["Bound", "Decorated", "call", "check_runs_at_call", "decorate"]
 
 
 def decorate(
@@ -26,8 +27,31 @@ def decorate(
     if unknown and exact:
         raise for_reentrant(unknown)
     options = {name: value for name, value in zip(names, values, strict=True) if name != "function"}
+    if exact:
+        options.setdefault("use_reentrant", None)
     checkpoint = module.compat_checkpoint if exact else module.checkpoint
     return functools.partial(Decorated, checkpoint=checkpoint, options=options)
+
+
+def call(
+    checkpoint: Callable[..., Any],
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
+    """Call ``checkpoint`` with its own keywords, ``options``, and with the function's, ``kwargs``.
+
+    Both may have the same names.
+    """
+    if kwargs and not TAKEN.isdisjoint(kwargs):
+        reentrant = options.get("use_reentrant", False)
+        if reentrant is None:
+            warn_torchs("not_explicit")
+        if reentrant is None or reentrant:
+            raise for_reentrant(kwargs)
+        function = own_keywords(function, kwargs)
+    return checkpoint(function, *args, **options, **kwargs)
 
 
 def check_runs_at_call(function: Any, name: str, instead: str) -> None:
@@ -76,7 +100,7 @@ class Decorated:
         return self._function[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(self.function, *args, **self.options, **kwargs)
+        return call(self.checkpoint, self.function, args, kwargs, self.options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         function, kind = self.function, type(self.function)
@@ -126,7 +150,7 @@ class Bound:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         decorated = self._decorated[0]
-        return decorated.checkpoint(self.__wrapped__, *args, **decorated.options, **kwargs)
+        return call(decorated.checkpoint, self.__wrapped__, args, kwargs, decorated.options)
 
     def __getattr__(self, name: str) -> Any:
         """Return ``__self__``, ``__name__``, ``__doc__`` and the other attributes of the method."""

@@ -10,27 +10,38 @@ import torch
 
 from gradckpt._engine import torch_private as private
 
-#: How many operators torch had when it was last read, and those with an effect.
-_read: tuple[int, frozenset[Any]] = (0, frozenset())
+#: The operators with an effect, as torch was last read.
+_found: frozenset[Any] = frozenset()
 
 
 def with_effect() -> frozenset[Any]:
-    """Return the operators of which a selective region keeps the outputs without being asked.
+    """Return the operators of which :func:`has_effect` says yes.
+
+    It is the same object as long as they are the same: an effect may be registered at any time, and
+    an operator be defined again.
+    """
+    global _found
+    names = [name for name, entry in private.operator_entries().items() if entry.effect.effect is not None]
+    found = frozenset(op for op in map(_overload, names) if op is not None and has_effect(op))
+    if found != _found:
+        _found = found
+    return _found
+
+
+def has_effect(op: Any) -> bool:
+    """Return whether a selective region keeps the operator's outputs without being asked.
 
     Raw collectives of c10d, which return a handle, are not among them, as in torch.
     """
-    global _read
-    known = private.operator_entries()
-    if len(known) != _read[0]:
-        names = [name for name, entry in known.items() if entry.effect.effect is not None]
-        _read = len(known), frozenset(op for op in map(_overload, names) if op is not None)
-    return _read[1]
+    entry = private.operator_entries().get(getattr(op, "_name", ""))
+    if entry is None or entry.effect.effect is None or op.namespace == "c10d":
+        return False
+    return not any(arg.alias_info is not None for arg in op._schema.arguments)
 
 
 def _overload(name: str) -> Any:
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
-    if namespace in ("c10d", "higher_order"):
+    if namespace == "higher_order":
         return None
-    op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
-    return None if op is None or any(arg.alias_info is not None for arg in op._schema.arguments) else op
+    return getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)

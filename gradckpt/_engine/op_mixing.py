@@ -13,7 +13,7 @@ from typing import Any
 from gradckpt import _C
 from gradckpt._config import warn_inactive
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.op_effects import with_effect
+from gradckpt._engine.op_effects import has_effect
 
 #: csrc/engine/selective/op_policy.h says what each means.
 PRODUCT: int = _C.OP_PRODUCT
@@ -45,7 +45,7 @@ def _read(op: Any) -> int:
     if isinstance(op, private.HigherOrderOperator):  # its node saves what it likes
         return JOINT
     namespace, _, rest = str(op).partition(".")
-    if op in with_effect():  # twice is worse
+    if has_effect(op):  # twice is worse
         return PRODUCT
     if namespace != "aten" or private.node_types is None:
         return UNKNOWN

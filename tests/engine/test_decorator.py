@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gradckpt
+from gradckpt import compat
 from gradckpt._engine.decorator import Decorated
 
 
@@ -108,6 +109,33 @@ def test_keywords_of_the_function_reach_it():
 def test_keywords_given_once_are_not_given_again():
     with pytest.raises(TypeError, match="early_stop"):
         region(torch.ones(3), early_stop=True)
+
+
+def with_our_names(x, debug=1, early_stop=1, use_reentrant=1, function=1, compress=1):
+    return (x * debug * early_stop * use_reentrant * function * compress).sin().exp()
+
+
+class WithOurNames:
+    @gradckpt.checkpoint(use_reentrant=False)
+    def method(self, x, **kwargs):
+        return with_our_names(x, **kwargs)
+
+
+@pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, compat.checkpoint])
+def test_keywords_of_the_function_may_have_our_names(checkpoint):
+    names = {"debug": 2, "early_stop": 3, "use_reentrant": 5, "function": 7, "compress": 11}
+    expected = gradient(lambda x: with_our_names(x, **names))
+    for decorated in (checkpoint(use_reentrant=False)(with_our_names), WithOurNames().method):
+        assert torch.equal(gradient(functools.partial(decorated, **names)), expected)
+        assert regions(lambda d=decorated: d(torch.ones(3, 4, requires_grad=True), **names)) == 1
+
+
+@pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, compat.checkpoint])
+def test_the_reentrant_form_refuses_them(checkpoint):
+    with pytest.raises(ValueError, match="debug"):
+        checkpoint(use_reentrant=True)(with_our_names)(torch.ones(3, requires_grad=True), debug=2)
+    with pytest.warns(UserWarning, match="use_reentrant"), pytest.raises(ValueError, match="debug"):
+        checkpoint(use_reentrant=None)(with_our_names)(torch.ones(3, requires_grad=True), debug=2)
 
 
 def test_it_looks_like_the_function():

@@ -121,6 +121,35 @@ def test_patched_takes_torchs_keywords_of_a_decorated_function():
 
 
 @needs_decorator
+@pytest.mark.parametrize("compress", [None, "int8"])
+def test_patched_leaves_a_decorated_function_its_keywords(compress):
+    """Also those that have torch's names."""
+
+    def scaled(x, debug=1, early_stop=1, function=1):
+        return (x @ weight).tanh().exp() * (debug * early_stop * function)
+
+    names = {"debug": 2, "early_stop": 3, "function": 5}
+    with gradckpt.patched(compress):
+        grad, regions, _ = step(functools.partial(early(use_reentrant=False)(scaled), **names))
+        with pytest.raises(ValueError, match="debug"):
+            step(functools.partial(early(use_reentrant=True)(scaled), **names))
+    assert regions == 1
+    assert (grad - 30 * exact).norm() < 0.02 * 30 * exact.norm()
+
+
+def test_patched_raises_torchs_errors():
+    def wrong():
+        return early(function, torch.ones(WIDTH, requires_grad=True), use_reentrant=False, determinism_check="wrong")
+
+    with pytest.raises(ValueError) as theirs:
+        wrong()
+    with gradckpt.patched(None) as patch, pytest.raises(ValueError) as said:
+        wrong()
+    assert str(said.value) == str(theirs.value)
+    assert patch.stats()["calls"] == 1
+
+
+@needs_decorator
 def test_a_reentrant_decorator_is_left_to_torch():
     with pytest.warns(gradckpt.GradckptInactiveWarning, match="use_reentrant=True"), gradckpt.patched("int8") as patch:
         _, regions, _ = step(early(use_reentrant=True)(function))

@@ -107,3 +107,13 @@ def test_without_a_policy_it_comes_again():
 
 def test_a_call_that_is_kept_has_its_effect_once():
     assert run(kept, None)[0] == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_an_effect_counts_from_when_it_is_registered(policy):
+    effects._register_effectful_op(NOTED, None)
+    try:
+        assert run(ours, policy)[0] == run(torchs, policy)[0] == 2
+    finally:
+        effects._register_effectful_op(NOTED, effects._EffectType.ORDERED)
+    assert run(ours, policy)[0] == run(torchs, policy)[0]
