@@ -10,22 +10,20 @@ import torch
 
 from gradckpt._engine import torch_private as private
 
-#: The operators with an effect, as torch was last read.
-_found: frozenset[Any] = frozenset()
+#: The names with an effect and their operators, as torch was last read.
+_read: tuple[list[str], frozenset[Any]] = ([], frozenset())
 
 
 def with_effect() -> frozenset[Any]:
     """Return the operators of which :func:`has_effect` says yes.
 
-    It is the same object as long as they are the same: an effect may be registered at any time, and
-    an operator be defined again.
+    It is the same object as long as they are the same: an effect may be registered at any time.
     """
-    global _found
+    global _read
     names = [name for name, entry in private.operator_entries().items() if entry.effect.effect is not None]
-    found = frozenset(op for op in map(_overload, names) if op is not None and has_effect(op))
-    if found != _found:
-        _found = found
-    return _found
+    if names != _read[0]:
+        _read = names, frozenset(op for op in map(_overload, names) if op is not None and has_effect(op))
+    return _read[1]
 
 
 def has_effect(op: Any) -> bool:

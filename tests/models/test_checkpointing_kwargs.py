@@ -49,7 +49,10 @@ class TestKeys:
 
     def test_torchs_are_those_of_this_torch(self):
         signature = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
-        assert set(signature) - {"function", "args", "kwargs"} | {"preserve_rng_state", "respect_saved_tensors_hooks"} == set(keys.TORCHS)
+        assert set(signature) - {"function", "args", "kwargs"} | {
+            "preserve_rng_state",
+            "respect_saved_tensors_hooks",
+        } == set(keys.TORCHS)
 
     @with_every_and_offload
     @pytest.mark.parametrize("name", SPELLINGS)
