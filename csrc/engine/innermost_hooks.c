@@ -42,22 +42,32 @@ PyObject *gck_user_hooks(const gck_state *state)
     gck_hooks_owner owner;
     PyObject *self, *top = gck_innermost_hooks(state, &owner, &self), *below;
 
-    if (owner != GCK_HOOKS_REGION && owner != GCK_HOOKS_TORCHS_REGION) {
+    const int ours = owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION;
+    PyObject *disabled = top != NULL && ours ? PyObject_CallNoArgs(state->py.hooks_disabled) : NULL;
+
+    if (top == NULL || !ours) {
         return top;
     }
-    below = top == NULL || gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) < 0
+    if (disabled != Py_None) {                   /* none could be pushed again, and none sees anything */
+        Py_DECREF(top);
+        below = disabled != NULL ? Py_NewRef(Py_None) : NULL;
+        Py_XDECREF(disabled);
+        return below;
+    }
+    Py_DECREF(disabled);
+    below = gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) < 0
         ? NULL : gck_user_hooks(state);
-    if (top != NULL && gck_done(PyObject_Call(state->py.push_hooks, top, NULL)) < 0) {
+    if (gck_done(PyObject_Call(state->py.push_hooks, top, NULL)) < 0) {
         Py_CLEAR(below);
     }
-    Py_XDECREF(top);
+    Py_DECREF(top);
     return below;
 }
 
 PyObject *gck_user_hooks_of(const gck_state *state, PyObject *hook)
 {
     gck_hooks_owner owner;
-    PyObject *self = NULL, *top = state != NULL ? gck_innermost_hooks(state, &owner, &self) : Py_NewRef(Py_None);
+    PyObject *self = NULL, *top = gck_innermost_hooks(state, &owner, &self);
     const int here = self == hook;
 
     Py_XDECREF(top);

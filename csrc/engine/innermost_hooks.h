@@ -24,8 +24,7 @@ PyObject *gck_innermost_hooks(const gck_state *state, gck_hooks_owner *owner, Py
 PyObject *gck_user_hooks(const gck_state *state);
 
 /* Frames and Recomputes are pack hooks that torch's own contexts tell from a user's by two attributes, as those
- * of torch's checkpoint: `_checkpoint_internal`, and `_user_hooks`, which they read of the innermost hook.
- * state: NULL once the recompute is over. */
+ * of torch's checkpoint: `_checkpoint_internal`, and `_user_hooks`, which they read of the innermost hook. */
 PyObject *gck_is_internal(PyObject *hook, void *unused);
 PyObject *gck_user_hooks_of(const gck_state *state, PyObject *hook);
 

@@ -43,6 +43,7 @@
     OBJECT(push_hooks, "gradckpt._engine.torch_private", "push_hooks")                             \
     OBJECT(pop_hooks, "gradckpt._engine.torch_private", "pop_hooks")                               \
     OBJECT(top_hooks, "gradckpt._engine.torch_private", "top_hooks")                               \
+    OBJECT(hooks_disabled, "gradckpt._engine.torch_private", "hooks_disabled")                     \
     OBJECT(next_node_number, "gradckpt._engine.torch_private", "next_node_number")                 \
     OBJECT(graph_task_id, "gradckpt._engine.torch_private", "graph_task_id")                       \
     OBJECT(running_node, "gradckpt._engine.torch_private", "running_node")                         \

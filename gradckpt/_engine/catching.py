@@ -17,12 +17,16 @@ from gradckpt._engine.torch_objects import unseen_views
 _OpOverload = type(torch.ops.aten.mm.default)
 
 _KEY = "Negative"
-_DISPATCH_KEY: Any = getattr(private.DispatchKey, _KEY)
 _lock = threading.Lock()
 _begun: set[Any] = set()
 _caught: set[Any] = set()
 _watching = False  # the operators that may change a kept output are among them
 _libraries: dict[str, torch.library.Library] = {}  # by namespace
+
+
+@functools.cache
+def _dispatch_key() -> Any:
+    return getattr(private.DispatchKey, _KEY)
 
 
 def is_catchable(op: Any) -> bool:
@@ -31,7 +35,7 @@ def is_catchable(op: Any) -> bool:
     Views, and operators that have a kernel of torch's on the key, need a mode.
     """
     if isinstance(op, private.HigherOrderOperator):
-        return op in _caught or not op.has_kernel_for_dispatch_key(_DISPATCH_KEY)
+        return op in _caught or not op.has_kernel_for_dispatch_key(_dispatch_key())
     if not isinstance(op, _OpOverload) or any(arg.alias_info is not None for arg in op._schema.arguments):
         return False
     name = op.name()
@@ -102,17 +106,17 @@ def _let_higher_order_operators_pass() -> None:
     torch has none for them: each has a set of the keys that it obeys. Those that are made later
     read a list of the keys that none obeys.
     """
-    if _DISPATCH_KEY not in private.higher_order_fallthrough:
-        private.higher_order_fallthrough.append(_DISPATCH_KEY)
+    if _dispatch_key() not in private.higher_order_fallthrough:
+        private.higher_order_fallthrough.append(_dispatch_key())
         for op in list(private.higher_order_operators.values()):
-            if not op.has_kernel_for_dispatch_key(_DISPATCH_KEY):
-                op.fallthrough(_DISPATCH_KEY)
+            if not op.has_kernel_for_dispatch_key(_dispatch_key()):
+                op.fallthrough(_dispatch_key())
 
 
 def _register(op: Any, override: bool = False) -> None:
     if isinstance(op, private.HigherOrderOperator):
-        if not op.has_kernel_for_dispatch_key(_DISPATCH_KEY):
-            op.py_impl(_DISPATCH_KEY)(_C.catcher(op))
+        if not op.has_kernel_for_dispatch_key(_dispatch_key()):
+            op.py_impl(_dispatch_key())(_C.catcher(op))
         _caught.add(op)
     if op not in _caught:
         if op.namespace not in _libraries:

@@ -31,7 +31,9 @@ def _nothing(*args: Any) -> None:
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
     """Let the modes that are active, and the hooks of a region around, see nothing of it."""
-    plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    plain: Any = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    if private.peek_functorch() is not None:  # transforms take no hooks
+        plain = contextlib.nullcontext()
     with private.without_modes(), private.without_function_modes(), plain:
         yield
 
@@ -145,8 +147,10 @@ def unpacked_twice() -> Exception:
 def stop_iteration(error: BaseException) -> Exception:
     """Return what leaves a generator, which torch's checkpoint is inside, in place of this."""
 
+    once = [error]  # its traceback holds the generator, which must not hold it
+
     def generator() -> Iterator[None]:
-        raise error
+        raise once.pop()
         yield
 
     return _raised(lambda: next(generator()), str(error))
@@ -323,24 +327,20 @@ def _warned(call: Raises, otherwise: str) -> Warning:
     return said[0] if said else UserWarning(f"gradckpt: {otherwise}")
 
 
-@functools.cache
 def _not_explicit() -> Warning:
     return _warned(_call_torchs(), "use_reentrant is not given; pass use_reentrant=False")
 
 
-@functools.cache
 def _sequential_not_explicit() -> Warning:
     call = functools.partial(private.torchs_sequential, [_nothing], 1, None)
     return _warned(call, "use_reentrant is not given; pass use_reentrant=False")
 
 
-@functools.cache
 def _no_grad_inputs() -> Warning:
     call = functools.partial(torch_checkpoint.check_backward_validity, ())
     return _warned(call, "no input of the region requires grad, so nothing gets a gradient")
 
 
-@functools.cache
 def _hooks_bypassed() -> Warning | None:
     """Return None where torch says nothing about it."""
 
@@ -361,8 +361,14 @@ WARNINGS: dict[str, Callable[[], Warning | None]] = {
 }
 
 
+#: What torch has said, by kind.
+_known: dict[str, Warning | None] = {}
+
+
 def warn_torchs(kind: str) -> None:
     """Warn of that in torch's words, where the user's code is."""
-    warning = WARNINGS[kind]()
+    warning = _known[kind] if kind in _known else WARNINGS[kind]()
+    if not str(warning).startswith("gradckpt: "):  # torch may say it later: not under a transform of torch.func
+        _known[kind] = warning
     if warning is not None:
         warn_user(str(warning), type(warning))

@@ -90,6 +90,9 @@ def _find_mode(path: str, lost: str) -> Any:
 push_hooks = _find("torch._C._autograd._push_saved_tensors_default_hooks", EVERYTHING)
 pop_hooks = _find("torch._C._autograd._pop_saved_tensors_default_hooks", EVERYTHING)
 top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks", EVERYTHING)
+hooks_disabled = _find(
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", "disabled saved-tensor hooks", lambda: None
+)
 graph_task_id = _find("torch._C._current_graph_task_id", EVERYTHING)
 graph_exec_group = _find("torch._C._get_graph_exec_group", "GraphExecGroup", lambda: None)
 next_node_number = _find("torch._C._autograd._get_sequence_nr", "compress_saved()")

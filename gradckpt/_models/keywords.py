@@ -87,7 +87,7 @@ def _read_selective(keywords: dict[str, Any]) -> None:
     chosen = keywords.pop("selective", False)
     context_fn = keywords.get("context_fn")
     asked = context_fn.args[0] if isinstance(context_fn, functools.partial) and context_fn.args else None
-    if getattr(asked, "__module__", "").split(".")[0] == "trl":
+    if (getattr(asked, "__module__", None) or "").split(".")[0] == "trl":
         del keywords["context_fn"]
         chosen = True
     if chosen and "policy" in keywords:

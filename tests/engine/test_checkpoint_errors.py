@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -403,3 +405,54 @@ def test_signature_has_torchs_keywords():
     assert {*mine} - {*other} - of_newer_torch == {"buffers", "compress", "policy"}
     assert mine["use_reentrant"].default is False
     assert gradckpt.checkpoint.__doc__
+
+
+# ---- torch's words ----
+
+
+def test_a_hook_of_a_recompute_that_is_over():
+    """It was left on the stack by the region's own code."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+    def region(x):
+        y = x.sin().exp()
+        hooks.__enter__()
+        return y
+
+    x = leaf(4)
+    y = gradckpt.checkpoint(region, x, early_stop=False)
+    hooks.__exit__()
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with pytest.raises(Exception):  # noqa: B017  torch raises CheckpointError, by chance
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    while top(False) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def test_torchs_errors_and_warnings_under_a_transform():
+    def differentiate(**options):
+        torch.func.grad(lambda x: gradckpt.compat.checkpoint(lambda y: y.sin().sum(), x, **options))(torch.ones(3))
+
+    with pytest.raises(ValueError, match="determinism_check"):
+        differentiate(use_reentrant=False, determinism_check="typo")
+    with pytest.warns(UserWarning, match=r"^torch\.utils\.checkpoint: "), contextlib.suppress(RuntimeError):
+        differentiate()
+
+
+def test_stop_iteration_in_a_region_leaves_nothing():
+    made = []
+
+    def region(x):
+        y = x * 2
+        made.append(weakref.ref(y))
+        next(iter(()))
+        return y
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            gradckpt.checkpoint(region, leaf(1000))
+        assert made[0]() is None
+    finally:
+        gc.enable()

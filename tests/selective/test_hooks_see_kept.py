@@ -157,3 +157,34 @@ def test_enable_with_offload_says_nothing():
         warnings.simplefilter("error", FutureWarning)
         net(torch.randn(4, 8, requires_grad=True)).sum().backward()
     gradckpt.disable(net)
+
+
+def test_a_hook_that_packs_the_tensor_itself_among_others_gets_a_copy():
+    """As save_on_cpu() does on the CPU: the region writes into its product afterwards."""
+
+    def writes(x, w):
+        return ((x @ w).sigmoid_() @ w).exp()
+
+    x, w = operands()
+    with save_on_cpu():
+        y = gradckpt.checkpoint(writes, x, w, policy=[MM], respect_saved_tensors_hooks=True)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, *torch.autograd.grad(writes(x, w).sum(), x))
+
+
+@pytest.mark.parametrize("respect", [None, True])
+def test_hooks_that_are_disabled_inside_see_nothing(respect):
+    """As where AOTAutograd runs a graph; the region's own are back afterwards."""
+
+    def region(x):
+        torch._C._autograd._saved_tensors_hooks_disable("off", False)
+        try:
+            y = x.detach() @ x.detach()
+        finally:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        return (x * y).sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        gradckpt.checkpoint(region, x, policy=[MM], respect_saved_tensors_hooks=respect).sum().backward()
+    assert torch.equal(x.grad, *torch.autograd.grad(region(x).sum(), x))

@@ -73,6 +73,7 @@ static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
 /* Stands for the frame in the hooks of a recompute, which may outlive it. */
 typedef struct {
     PyObject_HEAD
+    gck_state *state;              /* borrowed: the type keeps the module alive          */
     gck_frame *frame;              /* borrowed; NULL after the recompute                 */
     gck_recomputed *table;
     const gck_run *run;            /* borrowed: with the restored arguments; NULL after it */
@@ -84,18 +85,18 @@ typedef struct {
 static PyObject *recompute_pack(PyObject *op, PyObject *x)
 {
     gck_recompute *self = (gck_recompute *)op;
-    const gck_py *py = self->frame != NULL ? &self->frame->state->py : NULL;
+    const gck_py *py = &self->state->py;
     gck_origin origin = {.node = NULL};
     /* where arguments are laid out anew, operators on them may differ too: nothing is known */
     gck_origin *origins = self->run != NULL && !self->run->laid_anew ? self->origins : NULL;
     PyObject *value = NULL;
     int grad = 0, status = 0;
 
-    if (py != NULL && origins != NULL) {
+    if (self->frame != NULL && origins != NULL) {
         const Py_ssize_t at = self->table->counter;
         const int look = at < self->frame->nslots && self->frame->slots[at].origin.looked;
         status = gck_origin_of(py, self->run, look, x, &origin, &grad);
-    } else if (py != NULL) {
+    } else if (self->frame != NULL) {
         status = grad = gck_attr_is_true(x, py->names.requires_grad);
     }
     if (status >= 0) {
@@ -152,10 +153,8 @@ static PyObject *recompute_call(PyObject *self, PyObject *args, PyObject *kwargs
 
 static PyObject *recompute_user_hooks(PyObject *self, void *unused)
 {
-    const gck_frame *frame = ((gck_recompute *)self)->frame;
-
     (void)unused;
-    return gck_user_hooks_of(frame != NULL ? frame->state : NULL, self);
+    return gck_user_hooks_of(((gck_recompute *)self)->state, self);
 }
 
 static PyGetSetDef recompute_getset[] = {
@@ -218,6 +217,7 @@ static int fill(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
     if (self == NULL) {
         return -1;
     }
+    self->state = state;
     self->frame = frame;
     self->table = table;
     self->origins = origins;

@@ -164,6 +164,13 @@ static PyObject *packed(gck_op_storage *store, PyObject *x)
         return alias;
     }
     made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(store->hooks, 0), alias, NULL);
+    /* A tensor among other objects, such as the CPU's of save_on_cpu(), may be written into unseen. */
+    if (made != NULL && made != alias && Py_REFCNT(alias) > 1) {
+        PyObject *copy = PyObject_CallMethod(alias, "clone", NULL);
+        Py_DECREF(made);
+        made = copy != NULL ? PyObject_CallFunctionObjArgs(PyTuple_GetItem(store->hooks, 0), copy, NULL) : NULL;
+        Py_XDECREF(copy);
+    }
     Py_DECREF(alias);
     return made;
 }
