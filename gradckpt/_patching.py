@@ -155,7 +155,7 @@ def _checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _inner(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
     """Call with the function's keywords apart from those of torch, whose names they may have."""
-    defaults = CHECKPOINT.stock.__kwdefaults__  # torch passes all options, also those that nobody gave
+    defaults = CHECKPOINT.stock.__kwdefaults__  # torch passes all options, also those that the caller left out
     its_own = kwargs.keys() & {"function", *options}
     if its_own:
         if options["use_reentrant"] is None or options["use_reentrant"]:

@@ -241,9 +241,11 @@ def test_accelerates_hooks():
 @pytest.mark.parametrize("keep", [False, True])
 def test_accelerates_wrappers_of_the_model(keep):
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test may have made one
     model = Net()
     gradckpt.enable(model, "int8", recompute=False)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     prepared = accelerator.prepare(model)
     assert train(prepared) > 0
     assert train(accelerator.unwrap_model(prepared, keep_fp32_wrapper=keep)) > 0
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
