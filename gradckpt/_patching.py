@@ -15,7 +15,6 @@ import functools
 import inspect
 import sys
 import threading
-import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradckpt import _C, compat
 from gradckpt._compile import dynamo, graph
 from gradckpt._config import Compress, CompressionConfig, explains_keywords, parse_compress
+from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import unbound
 from gradckpt._engine.decorator import check_runs_at_call
 from gradckpt._engine.region_callbacks import tracing_mode_active
@@ -44,14 +44,10 @@ R = TypeVar("R")
 PATIENCE = 2
 
 
-def _is_torchs(function: Any) -> bool:
-    return getattr(inspect.unwrap(function), "__globals__", None) is vars(torch_checkpoint)
-
-
 def _torchs_own(name: str) -> Any:
     """Return that function of torch, without torch's decorators."""
     function = inspect.unwrap(getattr(torch_checkpoint, name))
-    if not _is_torchs(function) or function.__closure__:
+    if not private.is_of_checkpoint(function):
         found = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
         raise RuntimeError(
             f"gradckpt: torch.utils.checkpoint.{name} is {found}, not torch's own function; undo that replacement "
@@ -74,10 +70,7 @@ class _Body:
         """Return torch's function and a copy of it that keeps its body."""
         function = _torchs_own(self.name)
         if function.__code__ is not self.code:
-            stock = types.FunctionType(function.__code__, function.__globals__, self.name, function.__defaults__)
-            stock.__kwdefaults__ = function.__kwdefaults__
-            stock.__annotations__ = function.__annotations__
-            self.function, self.stock = function, stock
+            self.function, self.stock = function, private.copied(function)
         return self.function, self.stock
 
     def exchange(self) -> None:
@@ -109,7 +102,7 @@ class _Checkpoint(_Body):
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call torch's checkpoint with its original body."""
-        if not _DECORATES:
+        if private.INNER is None:
             return self.stock(*args, **kwargs)
         options = {name: kwargs[name] for name in self.stock.__kwdefaults__ if name in kwargs}
         rest = {name: value for name, value in kwargs.items() if name not in options}
@@ -134,12 +127,8 @@ def _sequential_body(functions, segments, input, use_reentrant=None, **kwargs): 
     return _sequential(functions, segments, input, use_reentrant, kwargs)
 
 
-#: Torch's checkpoint is also a decorator: then what it has decorated calls this function.
-_INNER = "_checkpoint_impl"
-_DECORATES = hasattr(torch_checkpoint, _INNER)
-
 _BODIES = CHECKPOINT, _SEQUENTIAL = (
-    _Checkpoint(_INNER, _inner_body) if _DECORATES else _Checkpoint("checkpoint", _checkpoint_body),
+    _Checkpoint(private.INNER, _inner_body) if private.INNER else _Checkpoint("checkpoint", _checkpoint_body),
     _Body("checkpoint_sequential", _sequential_body),
 )
 _lock = threading.RLock()  # held while handles come and go, never by a call of checkpoint
@@ -399,7 +388,7 @@ class patched:
         if s["regions"] < self._regions:
             return None  # gradckpt.stats.reset() was called meanwhile, so this is unknown
         holder = getattr(torch_checkpoint, "checkpoint", None)
-        if self.active and not _is_torchs(holder):
+        if self.active and not private.is_of_checkpoint(holder):
             return f"torch.utils.checkpoint.checkpoint was replaced by {holder!r}; undo that"
         if not s["calls"] and s["regions_eligible"]:
             return activity.inactive_reason(s)

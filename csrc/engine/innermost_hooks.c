@@ -37,29 +37,25 @@ PyObject *gck_innermost_hooks(const gck_state *state, gck_hooks_owner *owner, Py
     return top;
 }
 
-PyObject *gck_user_hooks(const gck_state *state)
+PyObject *gck_hooks_beneath(const gck_state *state, const PyObject *of, gck_hooks_owner *owner)
 {
-    gck_hooks_owner owner;
-    PyObject *self, *top = gck_innermost_hooks(state, &owner, &self), *below;
+    PyObject *self, *top = gck_innermost_hooks(state, owner, &self), *disabled, *below = NULL;
+    const int above = of != NULL ? self == of : *owner == GCK_HOOKS_REGION || *owner == GCK_HOOKS_TORCHS_REGION;
 
-    const int ours = owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION;
-    PyObject *disabled = top != NULL && ours ? PyObject_CallNoArgs(state->py.hooks_disabled) : NULL;
-
-    if (top == NULL || !ours) {
+    if (top == NULL || !above) {
         return top;
     }
-    if (disabled != Py_None) {                   /* none could be pushed again, and none sees anything */
-        Py_DECREF(top);
-        below = disabled != NULL ? Py_NewRef(Py_None) : NULL;
-        Py_XDECREF(disabled);
-        return below;
+    disabled = PyObject_CallNoArgs(state->py.hooks_disabled);
+    if (disabled != NULL && disabled != Py_None) {   /* none could be pushed again, and none sees anything */
+        *owner = GCK_HOOKS_NONE;
+        below = Py_NewRef(Py_None);
+    } else if (disabled != NULL && gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) == 0) {
+        below = gck_hooks_beneath(state, of, owner);
+        if (gck_done(PyObject_Call(state->py.push_hooks, top, NULL)) < 0) {
+            Py_CLEAR(below);
+        }
     }
-    Py_DECREF(disabled);
-    below = gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) < 0
-        ? NULL : gck_user_hooks(state);
-    if (gck_done(PyObject_Call(state->py.push_hooks, top, NULL)) < 0) {
-        Py_CLEAR(below);
-    }
+    Py_XDECREF(disabled);
     Py_DECREF(top);
     return below;
 }
@@ -71,7 +67,7 @@ PyObject *gck_user_hooks_of(const gck_state *state, PyObject *hook)
     const int here = self == hook;
 
     Py_XDECREF(top);
-    return top == NULL ? NULL : here ? gck_user_hooks(state) : Py_NewRef(Py_None);
+    return top == NULL ? NULL : here ? gck_hooks_beneath(state, NULL, &owner) : Py_NewRef(Py_None);
 }
 
 PyObject *gck_is_internal(PyObject *hook, void *unused)
@@ -79,13 +75,4 @@ PyObject *gck_is_internal(PyObject *hook, void *unused)
     (void)hook;
     (void)unused;
     return Py_NewRef(Py_True);
-}
-
-PyObject *gck_packed_by(PyObject *hook, PyObject *args, PyObject *kwargs)
-{
-    PyObject *x = NULL;
-
-    (void)hook;
-    (void)kwargs;
-    return PyArg_ParseTuple(args, "O:pack", &x) ? x : NULL;
 }

@@ -19,16 +19,14 @@ typedef enum {
  * pair; else NULL. */
 PyObject *gck_innermost_hooks(const gck_state *state, gck_hooks_owner *owner, PyObject **self);
 
-/* New reference: the innermost pair of this thread that no checkpoint has pushed, or None; NULL with an
- * exception.  In C, so that no signal handler runs while hooks above it are off. */
-PyObject *gck_user_hooks(const gck_state *state);
+/* New reference: the innermost pair of this thread beneath those of `of`, a frame or a recompute; NULL: of every
+ * checkpoint.  None: there is none, or hooks are disabled; NULL with an exception.  *owner: whose it is.  In C,
+ * so that no signal handler runs while hooks above it are off. */
+PyObject *gck_hooks_beneath(const gck_state *state, const PyObject *of, gck_hooks_owner *owner);
 
 /* Frames and Recomputes are pack hooks that torch's own contexts tell from a user's by two attributes, as those
  * of torch's checkpoint: `_checkpoint_internal`, and `_user_hooks`, which they read of the innermost hook. */
 PyObject *gck_is_internal(PyObject *hook, void *unused);
 PyObject *gck_user_hooks_of(const gck_state *state, PyObject *hook);
-
-/* Borrowed: the tensor of a call of such a hook; NULL with an exception. */
-PyObject *gck_packed_by(PyObject *hook, PyObject *args, PyObject *kwargs);
 
 #endif

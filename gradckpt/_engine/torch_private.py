@@ -272,20 +272,29 @@ internal_assert = _find("torch.utils.checkpoint._internal_assert", ERRORS)
 VersionWrapper = _find("torch.utils.checkpoint._VersionWrapper", ERRORS)
 
 
-def _copy_of(name: str, **globals_: Any) -> Any:
-    """Return a copy of a function of torch.utils.checkpoint, as it is before it is replaced."""
-    function = inspect.unwrap(getattr(torch.utils.checkpoint, name))
-    if getattr(function, "__globals__", None) is not vars(torch.utils.checkpoint) or function.__closure__:
-        return Missing(f"torch.utils.checkpoint.{name}")
+def is_of_checkpoint(function: Any) -> bool:
+    """Return whether it is a function of torch.utils.checkpoint, not another in its place."""
+    function = inspect.unwrap(function)
+    return getattr(function, "__globals__", None) is vars(torch.utils.checkpoint) and not function.__closure__
+
+
+def copied(function: types.FunctionType, **globals_: Any) -> types.FunctionType:
+    """Return a copy that keeps its body when the function gets another, with other global names."""
     where = {**function.__globals__, **globals_} if globals_ else function.__globals__
-    copy = types.FunctionType(function.__code__, where, name, function.__defaults__)
+    copy = types.FunctionType(function.__code__, where, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = function.__annotations__
     return copy
 
 
-#: What the function that torch's decorator makes calls, since 2.14: patched() exchanges its body.
-_INNER = "_checkpoint_impl"
-_inner = {_INNER: _copy_of(_INNER)} if hasattr(torch.utils.checkpoint, _INNER) else {}
+def _copy_of(name: str, **globals_: Any) -> Any:
+    function = inspect.unwrap(getattr(torch.utils.checkpoint, name))
+    return copied(function, **globals_) if is_of_checkpoint(function) else Missing(f"torch.utils.checkpoint.{name}")
+
+
+#: What the function that torch's decorator makes calls, since 2.14; None before.
+INNER = "_checkpoint_impl" if hasattr(torch.utils.checkpoint, "_checkpoint_impl") else None
+_inner = {} if INNER is None else {INNER: _copy_of(INNER)}
 torchs_checkpoint = _copy_of("checkpoint", **_inner)
 torchs_sequential = _copy_of("checkpoint_sequential")
 #: Whether torch's selective contexts can show saved-tensor hooks what they keep: 2.14.

@@ -260,14 +260,14 @@ static void note_keyword(const gck_state *state, PyObject *kwargs)
 /* checkpoint(...) without a function: what makes one region of each call of the function that it gets. */
 static PyObject *decorator(PyObject *module, PyObject *const *values, PyObject *kwnames, PyObject *unknown, int exact)
 {
-    PyObject *names = kwnames != NULL ? Py_NewRef(kwnames) : PyTuple_New(0), *result;
+    PyObject *names = kwnames != NULL ? Py_NewRef(kwnames) : PyTuple_New(0);
 
-    result = names != NULL
-        ? gck_invoke(gck_state_of(module)->py.call.decorate,
-                     Py_BuildValue("(ONNOi)", module, names, gck_tuple(values, PyTuple_Size(names)),
-                                   unknown != NULL ? unknown : Py_None, exact))
-        : NULL;
-    return result;
+    if (names == NULL) {
+        return NULL;
+    }
+    return gck_invoke(gck_state_of(module)->py.call.decorate,
+                      Py_BuildValue("(ONNOi)", module, names, gck_tuple(values, PyTuple_Size(names)),
+                                    unknown != NULL ? unknown : Py_None, exact));
 }
 
 static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames, int exact)

@@ -179,9 +179,10 @@ static void frame_dealloc(PyObject *op)
 
 static PyObject *frame_call(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *x = gck_packed_by(self, args, kwargs);
+    PyObject *x;
 
-    return x != NULL ? (PyObject *)gck_frame_add((gck_frame *)self, x) : NULL;
+    (void)kwargs;
+    return PyArg_ParseTuple(args, "O:pack", &x) ? (PyObject *)gck_frame_add((gck_frame *)self, x) : NULL;
 }
 
 static PyObject *frame_user_hooks(PyObject *self, void *unused)

@@ -146,9 +146,10 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
 
 static PyObject *recompute_call(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *x = gck_packed_by(self, args, kwargs);
+    PyObject *x;
 
-    return x != NULL ? recompute_pack(self, x) : NULL;
+    (void)kwargs;
+    return PyArg_ParseTuple(args, "O:pack", &x) ? recompute_pack(self, x) : NULL;
 }
 
 static PyObject *recompute_user_hooks(PyObject *self, void *unused)

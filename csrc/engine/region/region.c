@@ -39,11 +39,15 @@ static int outer_hooks(gck_frame *frame)
 static int begin(gck_frame *frame, gck_packing *packing)
 {
     gck_state *state = frame->state;
+    gck_op_storage *store = gck_frame_store(frame);
     const int tracing = packing->plan.codec == NULL ? 0 : gck_tracing(&state->py);
 
     packing->outer = tracing < 0 ? -1 : outer_hooks(frame);
     if (packing->outer < 0) {
         return -1;
+    }
+    if (store != NULL) {
+        store->alone = packing->outer ? NULL : (PyObject *)frame;
     }
     state->stats.regions++;
     state->stats.regions_eligible += packing->plan.codec != NULL;

@@ -176,31 +176,15 @@ PyObject *gck_is_name_wanted(PyObject *module, PyObject *match)
     return wanted < 0 ? NULL : PyBool_FromLong(wanted);
 }
 
-/* New reference: the innermost pair of hooks that is not the region's own, or None.  In C, so that no
- * signal handler runs while those are off. */
-static PyObject *hooks_below(const gck_state *state, const gck_running *r, gck_hooks_owner *owner)
-{
-    PyObject *self, *top = gck_innermost_hooks(state, owner, &self), *below;
-
-    if (top == NULL || r == NULL || r->hooks == NULL || self != r->hooks->pack) {
-        return top;
-    }
-    below = gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) < 0 ? NULL
-          : hooks_below(state, r, owner);
-    if (gck_done(PyObject_Call(state->py.push_hooks, top, NULL)) < 0) {
-        Py_CLEAR(below);
-    }
-    Py_DECREF(top);
-    return below;
-}
-
 /* The pair of hooks that sees what the innermost region keeps for backward: hooks that its function
  * has pushed, else those around it; None.  Those of another region do not count: what is kept stays,
  * also where that region runs again. */
 PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
 {
+    const gck_state *state = gck_state_of(module);
     gck_hooks_owner owner;
-    PyObject *found = hooks_below(gck_state_of(module), innermost, &owner);
+    PyObject *self, *found = innermost != NULL && innermost->hooks != NULL
+        ? gck_hooks_beneath(state, innermost->hooks->pack, &owner) : gck_innermost_hooks(state, &owner, &self);
 
     (void)unused;
     if (found != NULL && (owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION)) {

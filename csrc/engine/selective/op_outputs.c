@@ -349,8 +349,16 @@ static PyObject *map(gck_op_storage *store, PyObject *x, const gck_plan *plan, i
 /* New reference: the hooks of the user's that see what is kept; None.  NULL with an exception. */
 static PyObject *seen_by(gck_op_storage *store)
 {
-    PyObject *hooks = store->shown == 0 ? Py_NewRef(Py_None) : gck_user_hooks(store->state);
+    gck_hooks_owner owner;
+    PyObject *self, *hooks, *top = store->shown != 0 ? gck_innermost_hooks(store->state, &owner, &self) : Py_None;
 
+    if (top == NULL || top == Py_None) {
+        return store->shown != 0 ? top : Py_NewRef(top);
+    }
+    const int alone = self != NULL && self == store->alone;
+
+    Py_DECREF(top);
+    hooks = alone ? Py_NewRef(Py_None) : gck_hooks_beneath(store->state, NULL, &owner);
     if (hooks == NULL || hooks == Py_None || store->shown > 0) {
         return hooks;
     }

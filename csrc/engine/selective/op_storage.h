@@ -54,6 +54,7 @@ typedef struct {
     int        mutation;            /* entries may have been changed in place                       */
     int        reusable;            /* a call may be replayed more than once                        */
     int        shown;               /* saved-tensor hooks of the user's see what is kept; -1: torch's default */
+    const PyObject *alone;          /* compared only: the pack hook of its region, if no hooks were around that */
     PyObject  *hooks;               /* borrowed: their pair, while something is kept; NULL: none    */
     int        traced;              /* torch's own mode kept every output, for a graph              */
     /* the recompute may get other values than the forward: outputs of the policy's, or also the inputs */
