@@ -26,7 +26,8 @@ _libraries: dict[str, torch.library.Library] = {}  # by namespace
 
 @functools.cache
 def _dispatch_key() -> Any:
-    return getattr(private.DispatchKey, _KEY)
+    """Return the key as higher-order operators know it, or None where torch does not tell."""
+    return None if isinstance(private.DispatchKey, private.Missing) else getattr(private.DispatchKey, _KEY)
 
 
 def is_catchable(op: Any) -> bool:
@@ -35,7 +36,8 @@ def is_catchable(op: Any) -> bool:
     Views, and operators that have a kernel of torch's on the key, need a mode.
     """
     if isinstance(op, private.HigherOrderOperator):
-        return op in _caught or not op.has_kernel_for_dispatch_key(_dispatch_key())
+        key = _dispatch_key()
+        return op in _caught or (key is not None and not op.has_kernel_for_dispatch_key(key))
     if not isinstance(op, _OpOverload) or any(arg.alias_info is not None for arg in op._schema.arguments):
         return False
     name = op.name()
@@ -106,11 +108,12 @@ def _let_higher_order_operators_pass() -> None:
     torch has none for them: each has a set of the keys that it obeys. Those that are made later
     read a list of the keys that none obeys.
     """
-    if _dispatch_key() not in private.higher_order_fallthrough:
-        private.higher_order_fallthrough.append(_dispatch_key())
+    key = _dispatch_key()
+    if key is not None and key not in private.higher_order_fallthrough:
+        private.higher_order_fallthrough.append(key)
         for op in list(private.higher_order_operators.values()):
-            if not op.has_kernel_for_dispatch_key(_dispatch_key()):
-                op.fallthrough(_dispatch_key())
+            if not op.has_kernel_for_dispatch_key(key):
+                op.fallthrough(key)
 
 
 def _register(op: Any, override: bool = False) -> None:

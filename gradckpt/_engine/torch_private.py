@@ -211,7 +211,9 @@ has_fallback = _find(
 )
 select_conv_backend = _find("torch._C._select_conv_backend", "the CPU's convolutions in plan()", lambda *how: "unknown")
 storage_uses = _find("torch._C._storage_Use_Count", "sums of gradients in place in plan()", lambda storage: 3)
-DispatchKey = _find("torch._C.DispatchKey", "forward-mode differentiation and plan()")
+DispatchKey = _find(
+    "torch._C.DispatchKey", "forward-mode differentiation, higher-order operators in policies and plan()"
+)
 BelowInplace = _find("torch._C._AutoDispatchBelowADInplaceOrView", "torch.ops.gradckpt inside autograd")
 after_inplace = _find("torch._C._after_ADInplaceOrView_keyset", "torch.ops.gradckpt inside autograd")
 
