@@ -334,6 +334,8 @@ higher_order_fallthrough = _find(
 )
 higher_order_operators: dict[str, Any] = _find("torch._ops._higher_order_ops", "higher order operators in regions", {})
 flex_attention = _find("torch.ops.higher_order.flex_attention", "flex_attention in save_attention", None)
+if "torch._ops.HigherOrderOperator" in MISSING:  # policies then know none
+    flex_attention = None
 StorageWeakRef = _find(
     "torch.multiprocessing.reductions.StorageWeakRef", "name(), torch.compile and regions of torch_remat"
 )
