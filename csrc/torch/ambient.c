@@ -38,6 +38,14 @@ static int capture_autocast(const gck_py *py, gck_ambient *a)
     return enabled ? from_python(PyObject_CallFunction(py->call.autocast_capture, NULL), &a->autocast) : 0;
 }
 
+/* 1 where torch keeps a flag per thread, and it is set; 0; -1. */
+static int fx_tracing(const gck_py *py) { return py->fx_tracing == Py_None ? 0 : gck_ask(py->fx_tracing); }
+
+static int set_fx_tracing(const gck_py *py, int value)
+{
+    return gck_done(PyObject_CallFunctionObjArgs(py->set_fx_tracing, value ? Py_True : Py_False, NULL));
+}
+
 int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact, PyObject *args, PyObject *kwargs)
 {
     int truth;
@@ -50,7 +58,7 @@ int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact,
                                          preserve_rng, exact), &a->device_rng) < 0) {
         goto error;
     }
-    truth = capture_autocast(py, a) < 0 ? -1 : gck_ask(py->function_stack_len);
+    truth = (a->fx = fx_tracing(py)) < 0 || capture_autocast(py, a) < 0 ? -1 : gck_ask(py->function_stack_len);
     if (truth < 0
         || (truth && from_python(PyObject_CallFunction(py->call.device_context, NULL), &a->device) < 0)) {
         goto error;
@@ -120,6 +128,18 @@ static int set_modes(const gck_py *py, PyObject *modes)
     return more;
 }
 
+/* Set torch.fx's flag as in the forward. */
+static int enter_fx(const gck_py *py, const gck_ambient *a, gck_surroundings *s)
+{
+    const int now = fx_tracing(py);
+
+    if (now < 0 || now == a->fx) {
+        return now < 0 ? -1 : 0;
+    }
+    s->fx = now;
+    return set_fx_tracing(py, a->fx);
+}
+
 /* Set autocast and default device as in the forward. */
 static int enter_contexts(const gck_py *py, const gck_ambient *a, int autocast, int with_device, gck_surroundings *s)
 {
@@ -146,9 +166,10 @@ int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_sur
 {
     int autocast;
 
-    *s = (gck_surroundings){NULL, NULL, NULL, NULL};
+    *s = (gck_surroundings){NULL, NULL, NULL, NULL, -1};
     if (enter_rng(py, a, s) < 0 || (autocast = autocast_differs(py, a)) < 0
-        || ((autocast || a->device != NULL) && enter_contexts(py, a, autocast, with_device, s) < 0)) {
+        || ((autocast || a->device != NULL) && enter_contexts(py, a, autocast, with_device, s) < 0)
+        || enter_fx(py, a, s) < 0) {
         gck_ambient_leave(py, s);
         return -1;
     }
@@ -159,6 +180,10 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s)
 {
     gck_error error = gck_error_take();
 
+    if (s->fx >= 0) {
+        set_fx_tracing(py, s->fx);
+        gck_error_keep(&error);
+    }
     if (s->leave != NULL) {
         run_calls(s->leave);
         gck_error_keep(&error);

@@ -1,5 +1,5 @@
 /* ambient.h: the state around a call that its recompute must restore: random number generators,
- * autocast, default device.  (The engine sets grad mode, which is always on.) */
+ * autocast, default device, torch.fx's flag.  (The engine sets grad mode, which is always on.) */
 #ifndef GRADCKPT_AMBIENT_H
 #define GRADCKPT_AMBIENT_H
 
@@ -13,6 +13,7 @@ typedef struct {
     PyObject *cpu_dtype;    /* of autocast on the CPU, also while it is disabled      */
     int       cache;        /* autocast's cache flag, also while it is disabled       */
     PyObject *device;       /* innermost torch.device context                         */
+    int       fx;           /* torch.fx traced symbolically; 0 where torch has no flag */
 } gck_ambient;
 
 /* The state around the recompute, to be restored after it. */
@@ -21,6 +22,7 @@ typedef struct {
     PyObject *device_rng;
     PyObject *leave;        /* [(builtin, args), ...]: autocast and device as before  */
     PyObject *modes;        /* the torch function modes as before                     */
+    int       fx;           /* what torch.fx's flag was; -1: as it is                 */
 } gck_surroundings;
 
 /* Capture the state.  0, or -1 with an exception; *a is then empty.  args: tuple, kwargs: dict or

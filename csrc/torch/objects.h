@@ -50,6 +50,8 @@
     OBJECT(keeps_graph, "gradckpt._engine.torch_private", "keeps_graph")                           \
     OBJECT(graph_exec_group, "gradckpt._engine.torch_private", "graph_exec_group")                 \
     OBJECT(any_autocast, "gradckpt._engine.torch_private", "any_autocast")                         \
+    OBJECT(fx_tracing, "gradckpt._engine.torch_private", "fx_tracing")                             \
+    OBJECT(set_fx_tracing, "gradckpt._engine.torch_private", "set_fx_tracing")                     \
     OBJECT(function_stack_len, "gradckpt._engine.torch_private", "function_stack_len")             \
     OBJECT(push_function_mode, "gradckpt._engine.torch_private", "push_function_mode")             \
     OBJECT(pop_function_mode, "gradckpt._engine.torch_private", "pop_function_mode")               \

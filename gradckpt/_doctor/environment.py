@@ -21,7 +21,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._version import __version__
 
 #: The first and last release, by major and minor number, with which the tests were run.
-TESTED = {"torch": ("2.11", "2.15"), "transformers": ("4.48", "5.23")}
+TESTED = {"torch": ("2.11", "2.15"), "transformers": ("4.48", "5.24")}
 
 #: What only newer torch of that range says.
 SILENT = ("suppressed",)

@@ -220,6 +220,12 @@ after_inplace = _find("torch._C._after_ADInplaceOrView_keyset", "torch.ops.gradc
 any_autocast = _find("torch._C._is_any_autocast_enabled", "the quick look for autocast", lambda: True)
 autocast_types = _find("torch._C._autocast_supported_devices", "autocast", lambda: ["cpu", "cuda"])
 
+#: torch since 2.15 keeps per thread whether torch.fx traces; its recompute sets the forward's.
+fx_tracing = getattr(torch.fx._symbolic_trace, "_get_is_fx_tracing", None)
+set_fx_tracing = getattr(torch.fx._symbolic_trace, "_set_is_fx_tracing", None) or Missing(
+    "torch.fx._symbolic_trace._set_is_fx_tracing"
+)
+
 # ---- torch.utils.checkpoint ----
 
 StopRecomputation = _find(

@@ -137,6 +137,39 @@ def test_backward_under_inference_mode(run):
     return x.grad
 
 
+# ---- torch.fx ----
+
+
+@pytest.mark.parametrize("traced", ["forward", "backward"])
+@behaviour
+def test_symbolic_trace_around(run, traced):
+    """torch since 2.15 sets the flag of the forward in the recompute."""
+    x = leaf(4)
+
+    def fn(t):
+        run.log(torch.fx._symbolic_trace.is_fx_tracing())
+        return t.sin().exp()
+
+    class Net(torch.nn.Module):
+        def forward(self, p):
+            if traced == "forward":
+                self.loss = run.checkpoint(fn, x).sum()
+            else:
+                self.loss.backward()
+                run.log(torch.fx._symbolic_trace.is_fx_tracing())
+            return p
+
+    net = Net()
+    if traced == "backward":
+        net.loss = run.checkpoint(fn, x).sum()
+        torch.fx.symbolic_trace(net)
+    else:
+        torch.fx.symbolic_trace(net)
+        net.loss.backward()
+    run.log(torch.fx._symbolic_trace.is_fx_tracing())
+    return x.grad
+
+
 # ---- device ----
 
 

@@ -27,7 +27,7 @@ def written(page, folder):
 
 
 @pytest.mark.skipif(
-    (torch.__version__[:4], transformers.__version__) != ("2.13", "5.23.0"),
+    (torch.__version__[:4], transformers.__version__) != ("2.13", "5.24.0"),
     reason="other versions allocate other temporaries than those that the pages show",
 )
 @pytest.mark.parametrize("page", PAGES)
