@@ -67,24 +67,43 @@ double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype)
 
 /* Codecs are defined on IEEE arithmetic: a program that flushes subnormals
  * (torch.set_flush_denormal) must get the same bytes.  The same holds for the rounding mode. */
-static unsigned enter_ieee(void)
-{
 #if defined(__SSE2__)
-    const unsigned saved = _mm_getcsr();
-    _mm_setcsr(0x1F80);                       /* all exceptions masked, nearest, no FTZ, no DAZ */
-    return saved;
-#else
-    return 0;
-#endif
+
+typedef unsigned fp_control;
+enum { IEEE = 0x1F80 };                       /* all exceptions masked, nearest, no FTZ, no DAZ */
+static fp_control get_control(void) { return _mm_getcsr(); }
+static void set_control(fp_control control) { _mm_setcsr(control); }  /* sticky flags, too */
+
+#elif defined(__aarch64__)
+
+typedef uint64_t fp_control;
+enum { IEEE = 0 };                            /* no traps, nearest, no FZ, no FZ16 */
+
+static fp_control get_control(void)
+{
+    fp_control control;
+
+    __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+    return control;
 }
 
-static void leave_ieee(unsigned saved)
-{
-#if defined(__SSE2__)
-    _mm_setcsr(saved);                        /* restore the caller's sticky flags too: ours are not the caller's */
+static void set_control(fp_control control) { __asm__ volatile("msr fpcr, %0" : : "r"(control) : "memory"); }
+
 #else
-    (void)saved;
+
+typedef int fp_control;
+enum { IEEE = 0 };
+static fp_control get_control(void) { return IEEE; }
+static void set_control(fp_control control) { (void)control; }
+
 #endif
+
+static fp_control enter_ieee(void)
+{
+    const fp_control saved = get_control();
+
+    set_control(IEEE);
+    return saved;
 }
 
 typedef struct {
@@ -99,22 +118,22 @@ typedef struct {
 static void encode_part(int64_t first, int64_t last, void *ctx)
 {
     const work *w = ctx;
-    const unsigned saved = enter_ieee();
+    const fp_control saved = enter_ieee();
 
     const int status = w->codec->encode_host(w->tensor, w->written, w->how, first, last);
     if (status != GCK_OK) {
         atomic_store(w->status, status);
     }
-    leave_ieee(saved);
+    set_control(saved);
 }
 
 static void decode_part(int64_t first, int64_t last, void *ctx)
 {
     const work *w = ctx;
-    const unsigned saved = enter_ieee();
+    const fp_control saved = enter_ieee();
 
     w->codec->decode_host(w->read, w->tensor, first, last);
-    leave_ieee(saved);
+    set_control(saved);
 }
 
 static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
