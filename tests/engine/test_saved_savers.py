@@ -177,7 +177,10 @@ def test_hostile_values_are_bearable(name):
         finite = exact.isfinite()
         assert got[finite].isfinite().all()
         error = (got[finite] - exact[finite]).norm()
-        largest = max(bound * max(1.0, float(change.abs().max())), float(exact[finite].abs().max()))
+        size = max(1.0, float(change.abs().max()))
+        if name == "attention":  # of two keys with equal scores, whose weights round to any others
+            bound = max(1.0, 0.9 * 0.8 * size / (4 * 128**0.5))
+        largest = max(bound * size, float(exact[finite].abs().max()))
         assert error <= 0.05 * 64 * largest
 
 
