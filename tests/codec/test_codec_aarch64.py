@@ -11,7 +11,6 @@ import subprocess
 import sysconfig
 
 import codec_inputs
-import codec_oracle
 import numpy as np
 import pytest
 from checkout import CODEC, CSRC, HELPERS
