@@ -10,8 +10,8 @@ import torch
 
 from gradckpt._engine import torch_private as private
 
-#: The names with an effect and their operators, as torch was last read.
-_read: tuple[list[str], frozenset[Any]] = ([], frozenset())
+#: All effects and the operators that have one, as torch was last read.
+_read: tuple[list[Any], frozenset[Any]] = ([], frozenset())
 
 
 def with_effect() -> frozenset[Any]:
@@ -20,9 +20,10 @@ def with_effect() -> frozenset[Any]:
     It is the same object as long as they are the same: an effect may be registered at any time.
     """
     global _read
-    names = [name for name, entry in private.operator_entries().items() if entry.effect.effect is not None]
-    if names != _read[0]:
-        _read = names, frozenset(op for op in map(_overload, names) if op is not None and has_effect(op))
+    effects = private.operator_effects()
+    if effects != _read[0]:
+        found = frozenset(op for op in map(_overload, private.names_with_effect()) if op is not None and has_effect(op))
+        _read = effects, found if found != _read[1] else _read[1]
     return _read[1]
 
 
@@ -31,8 +32,7 @@ def has_effect(op: Any) -> bool:
 
     Raw collectives of c10d, which return a handle, are not among them, as in torch.
     """
-    entry = private.operator_entries().get(getattr(op, "_name", ""))
-    if entry is None or entry.effect.effect is None or op.namespace == "c10d":
+    if not private.has_effect(getattr(op, "_name", "")) or op.namespace == "c10d":
         return False
     return not any(arg.alias_info is not None for arg in op._schema.arguments)
 

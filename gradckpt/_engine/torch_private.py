@@ -266,9 +266,17 @@ if hasattr(torch.utils.checkpoint, "_is_cacheable_effect"):  # torch keeps what 
     _registry = _find("torch._library.simple_registry.singleton", "keeping operators with an effect", _registry)
 
 
-def operator_entries() -> dict[str, Any]:
-    """Return what torch's library knows of each operator, where an effect matters."""
-    return _registry._data  # type: ignore[no-any-return]
+def operator_effects() -> list[Any]:
+    """Return the effects of all operators, None for most, where torch minds effects."""
+    return [entry.effect._effect for entry in _registry._data.values()]  # without a call for each
+
+
+def names_with_effect() -> list[str]:
+    return [name for name in _registry._data if has_effect(name)]
+
+
+def has_effect(name: str) -> bool:
+    return name in _registry._data and _registry._data[name].effect.effect is not None
 
 
 CheckpointFrame = _find("torch.utils.checkpoint._CheckpointFrame", ERRORS)
