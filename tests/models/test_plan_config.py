@@ -448,7 +448,7 @@ def test_a_missing_field_is_named(tmp_path, field):
 
 
 def test_wrong_sources(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
         ConfigModel(str(tmp_path))
