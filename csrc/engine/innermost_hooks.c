@@ -60,6 +60,38 @@ PyObject *gck_hooks_beneath(const gck_state *state, const PyObject *of, gck_hook
     return below;
 }
 
+/* 1 when torch's checkpoint, too, sees hooks here: not in a graph that is traced; 0; -1. */
+static int torch_sees_hooks(const gck_py *py)
+{
+    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_False, NULL);
+    const int traced = top == NULL ? -1 : top == Py_None ? 1 : gck_ask(py->is_tracing_checkpoint);
+
+    Py_XDECREF(top);
+    return traced < 0 ? -1 : !traced;
+}
+
+PyObject *gck_hooks_that_see(const gck_state *state, const PyObject *alone, int shown)
+{
+    const gck_py *py = &state->py;
+    gck_hooks_owner owner;
+    PyObject *self, *hooks, *top = shown != 0 ? gck_innermost_hooks(state, &owner, &self) : Py_NewRef(Py_None);
+    int seen;
+
+    if (top == NULL || top == Py_None) {
+        return top;
+    }
+    hooks = self != NULL && self == alone ? Py_NewRef(Py_None) : gck_hooks_beneath(state, NULL, &owner);
+    Py_DECREF(top);
+    if (hooks == NULL || hooks == Py_None || ((seen = torch_sees_hooks(py)) > 0 && shown > 0)) {
+        return hooks;
+    }
+    Py_DECREF(hooks);
+    if (seen > 0) {
+        seen = gck_done(PyObject_CallFunction(py->call.warn_torchs, "s", "hooks_bypassed"));
+    }
+    return seen < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 PyObject *gck_user_hooks_of(const gck_state *state, PyObject *hook)
 {
     gck_hooks_owner owner;

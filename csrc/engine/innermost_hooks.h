@@ -24,6 +24,10 @@ PyObject *gck_innermost_hooks(const gck_state *state, gck_hooks_owner *owner, Py
  * so that no signal handler runs while hooks above it are off. */
 PyObject *gck_hooks_beneath(const gck_state *state, const PyObject *of, gck_hooks_owner *owner);
 
+/* New reference: the hooks of the user's that see what a policy keeps; None.  NULL with an exception.  shown: the
+ * option respect_saved_tensors_hooks; -1: as torch, none, with its warning.  alone: the pack hook above none. */
+PyObject *gck_hooks_that_see(const gck_state *state, const PyObject *alone, int shown);
+
 /* Frames and Recomputes are pack hooks that torch's own contexts tell from a user's by two attributes, as those
  * of torch's checkpoint: `_checkpoint_internal`, and `_user_hooks`, which they read of the innermost hook. */
 PyObject *gck_is_internal(PyObject *hook, void *unused);

@@ -56,6 +56,7 @@
     OBJECT(push_function_mode, "gradckpt._engine.torch_private", "push_function_mode")             \
     OBJECT(pop_function_mode, "gradckpt._engine.torch_private", "pop_function_mode")               \
     OBJECT(dispatch_stack_len, "gradckpt._engine.torch_private", "dispatch_stack_len")             \
+    OBJECT(is_tracing_checkpoint, "gradckpt._engine.torch_private", "is_tracing_checkpoint")       \
     OBJECT(StopRecomputation, "gradckpt._engine.torch_private", "StopRecomputation")               \
     OBJECT(tree_flatten, "gradckpt._engine.torch_private", "tree_flatten")                         \
     OBJECT(tree_unflatten, "gradckpt._engine.torch_private", "tree_unflatten")                     \

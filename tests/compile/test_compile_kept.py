@@ -90,3 +90,21 @@ def test_code_compiled_within_the_region_warns():
     compiled = torch.compile(block(policies.region), backend="aot_eager")
     with pytest.warns(gradckpt.GradckptInactiveWarning, match="is compiled within its region"):
         gradckpt.checkpoint(compiled, X.clone().requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("shown", [None, False, True])
+@pytest.mark.parametrize("policy", ["save_matmuls", "save_matmuls:int8", lambda ctx, op, *args, **kwargs: "mm" in str(op)])
+@pytest.mark.parametrize("compress", [None, "int8"])
+def test_tracing_warns_of_no_hooks(policy, shown, compress):
+    """The compiler's own hooks are not the user's."""
+
+    def function(x):
+        options = {"compress": compress, "policy": policy, "respect_saved_tensors_hooks": shown}
+        return gradckpt.checkpoint(lambda x: (x @ W).sin() @ V, x * 1, **options)
+
+    gradckpt.stats.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        torch.compile(function, backend="aot_eager", fullgraph=True)(X.clone().requires_grad_()).sum().backward()
+    assert gradckpt.stats()["policy_outputs"] == 0, "what is traced is in the counters of the graph"
+    assert not gradckpt.stats()["uncompressed"]

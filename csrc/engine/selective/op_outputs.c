@@ -175,26 +175,32 @@ static PyObject *packed(gck_op_storage *store, PyObject *x)
     return made;
 }
 
+/* 1 when the tensor stands for one of a graph that is compiled, whose own counters know it; 0; -1. */
+static int is_compiled(const gck_py *py, PyObject *x)
+{
+    return gck_is_plain_tensor(py, x) ? 0 : gck_ask(py->is_compiling);
+}
+
 static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *plan)
 {
     const gck_py *py = &store->state->py;
-    const int tensor = gck_is_tensor(py, x);
-    PyObject *val = tensor > 0 && plan != NULL && plan->codec != NULL ? encoded(store, x, plan) : NULL;
+    const int tensor = gck_is_tensor(py, x), compiled = tensor > 0 ? is_compiled(py, x) : 0;
+    PyObject *val = tensor > 0 && compiled == 0 && plan != NULL && plan->codec != NULL ? encoded(store, x, plan) : NULL;
     PyObject *unpack = NULL;
     int64_t version = -1;                        /* inference tensors have none: nothing to compare */
     int known = tensor;                          /* val is a tensor that may be written into */
 
-    if (val == NULL && tensor >= 0 && !PyErr_Occurred()) {
+    if (val == NULL && tensor >= 0 && compiled >= 0 && !PyErr_Occurred()) {
         val = tensor ? packed(store, x) : Py_NewRef(x);
         unpack = tensor && store->hooks != NULL ? PyTuple_GetItem(store->hooks, 1) : NULL;
         known = val != NULL && unpack != NULL ? gck_is_tensor(py, val) : tensor;
         if (val != NULL && known
             && (known < 0 || gck_version_of(py, val, &version) < 0
-                || gck_count_bytes(py, val, &store->state->stats.policy_bytes) < 0)) {
+                || (!compiled && gck_count_bytes(py, val, &store->state->stats.policy_bytes) < 0))) {
             Py_CLEAR(val);
         }
     }
-    store->state->stats.policy_outputs += tensor > 0 && val != NULL;
+    store->state->stats.policy_outputs += tensor > 0 && !compiled && val != NULL;
     PyObject *kept = kept_new(store, val, version);
     if (kept != NULL) {
         ((gck_op_output *)kept)->unpack = Py_XNewRef(unpack);
@@ -346,30 +352,9 @@ static PyObject *map(gck_op_storage *store, PyObject *x, const gck_plan *plan, i
     return tuple ? gck_as_tuple(list) : list;
 }
 
-/* New reference: the hooks of the user's that see what is kept; None.  NULL with an exception. */
-static PyObject *seen_by(gck_op_storage *store)
-{
-    gck_hooks_owner owner;
-    PyObject *self, *hooks, *top = store->shown != 0 ? gck_innermost_hooks(store->state, &owner, &self) : Py_None;
-
-    if (top == NULL || top == Py_None) {
-        return store->shown != 0 ? top : Py_NewRef(top);
-    }
-    const int alone = self != NULL && self == store->alone;
-
-    Py_DECREF(top);
-    hooks = alone ? Py_NewRef(Py_None) : gck_hooks_beneath(store->state, NULL, &owner);
-    if (hooks == NULL || hooks == Py_None || store->shown > 0) {
-        return hooks;
-    }
-    Py_DECREF(hooks);
-    return gck_done(PyObject_CallFunction(store->state->py.call.warn_torchs, "s", "hooks_bypassed")) < 0
-         ? NULL : Py_NewRef(Py_None);
-}
-
 PyObject *gck_op_output_keep(gck_op_storage *store, PyObject *out, const gck_plan *plan)
 {
-    PyObject *hooks = seen_by(store), *around = store->hooks, *kept;
+    PyObject *hooks = gck_hooks_that_see(store->state, store->alone, store->shown), *around = store->hooks, *kept;
 
     if (hooks == NULL || hooks == Py_None) {
         Py_XDECREF(hooks);
