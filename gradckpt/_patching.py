@@ -316,18 +316,20 @@ class patched:
         self._trained |= grad
         if graph.is_compiling():  # counted with its graph, also when that comes from a cache
             return CHECKPOINT.call(args, kwargs)
+        if "function" in kwargs and not args:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("function"),)
+        if not args:  # torch says that a function is missing
+            return _torchs(args, kwargs)
         self._calls += 1
         if _is_tracing():
             self._traced += 1
             return CHECKPOINT.call(args, kwargs)
-        if "function" in kwargs and not args:
-            kwargs = dict(kwargs)
-            args = (kwargs.pop("function"),)
         reentrant = kwargs.get("use_reentrant")
-        in_model = bool(args) and _is_transformers(args[0])
+        in_model = _is_transformers(args[0])
         if reentrant is None or (in_model and is_old_default(kwargs)):
             reentrant = not self._acts
-        if reentrant or not args:
+        if reentrant:
             self._reentrant += 1
             return _torchs(args, kwargs)
         self._regions += grad

@@ -319,7 +319,7 @@ class _Run:
             lines.append(f"  tensors kept as they are: {kept}")
         if counted["reentrant"] and (config is not None or self.policy):
             can = "compress" if config is not None else "follow a policy"
-            lines.append(f"  left to torch: {counted['reentrant']} calls with use_reentrant=True, which cannot {can}")
+            lines.append(f"  left to torch: calls with use_reentrant=True, which cannot {can}: {counted['reentrant']}")
         if counted["traced"]:
             sizes = format_bytes(counted["compiled_bytes_in"]), format_bytes(counted["compiled_bytes_out"])
             kept = f"; {counted['compiled_tensors']} of their tensors compressed, {' -> '.join(sizes)} per call"

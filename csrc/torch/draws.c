@@ -9,12 +9,24 @@
 #include "torch/rng.h"
 #include "torch/tensor.h"
 
+/* 1 when the operator is one of torch's own; 0, also for a higher order operator; -1. */
+static int is_of_torch(PyObject *op)
+{
+    PyObject *space = PyObject_GetAttrString(op, "namespace");
+    const int of_torch = space != NULL && PyUnicode_Check(space)
+                      && PyUnicode_CompareWithASCIIString(space, "aten") == 0;
+
+    Py_XDECREF(space);
+    return space == NULL ? gck_clear_attribute_error() : of_torch;
+}
+
 int gck_op_draws(const gck_py *py, PyObject *op)
 {
-    PyObject *tags = PyObject_GetAttrString(op, "tags");
-    const int draws = tags != NULL ? PySequence_Contains(tags, py->draws) : gck_clear_attribute_error();
+    const int of_torch = is_of_torch(op);
+    PyObject *tags = of_torch > 0 ? PyObject_GetAttrString(op, "tags") : NULL;
+    const int draws = of_torch == 0 ? 1 : tags != NULL ? PySequence_Contains(tags, py->draws) : -1;
 
-    Py_XDECREF(tags);                            /* a higher order operator has no tags */
+    Py_XDECREF(tags);
     return draws;
 }
 

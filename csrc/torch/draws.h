@@ -5,7 +5,8 @@
 
 #include "torch/objects.h"
 
-/* 1 when the operator's tag says that it draws; 0; -1. */
+/* 1 when the operator's tag says that it draws, or nothing says what it does: tags of users' operators tell nothing,
+ * and higher order operators have none; 0; -1. */
 int gck_op_draws(const gck_py *py, PyObject *op);
 
 /* The state around a call: the generator, NULL for the CPU's default one, and its state before.

@@ -333,7 +333,7 @@ def warn_compiled(name: str, restored: bool) -> None:
     if restored:
         warn_inactive(
             f"the call {name!r} with recompute=False runs again in a compiled region whose inputs a codec rounds; "
-            "pass compress=None or fake_quantize=True"
+            "pass compress=None or a CompressionConfig with fake_quantize=True"
         )
     elif _C.running_region() is not None:
         warn_inactive(

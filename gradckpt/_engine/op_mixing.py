@@ -89,7 +89,7 @@ def warn_mixing(op: Any) -> None:
     if all(returned.alias_info is None for returned in returns):
         warn_inactive(
             f"{op} runs again: a backward could mix its kept results with restored values; "
-            "pass compress=None or fake_quantize=True to keep them"
+            "pass compress=None or a CompressionConfig with fake_quantize=True to keep them"
         )
     ran_again.add(op)
 

@@ -102,7 +102,7 @@ running_node = _find(
 keeps_graph = _find("torch._C._autograd._get_current_graph_task_keep_graph", "a region that is one node")
 is_checkpoint_valid = _find("torch.autograd._is_checkpoint_valid", "use_reentrant=True")
 set_versions = _find("torch._C._autograd._unsafe_set_version_counter", "autograd's text for an input that was changed")
-make_saved_tensor = _find("torch._C._autograd._make_saved_tensor", "the direct way to show outer hooks an input", None)
+make_saved_tensor = _find("torch._C._autograd._make_saved_tensor", "direct calls of the hooks around a region", None)
 #: Its attribute ``data`` tells what a node saved without unpacking it.
 SavedTensor = _find("torch._C._autograd.SavedTensor", "reading what a node saved without unpacking it", None)
 engine = _find("torch.autograd.Variable._execution_engine", "a region that is one node", None)
@@ -241,7 +241,7 @@ ignored_ops = _find(
 CachingMode = _find_mode("torch.utils.checkpoint._CachingTorchDispatchMode", "a policy that is a function")
 CachedMode = _find_mode("torch.utils.checkpoint._CachedTorchDispatchMode", "a policy that is a function")
 storage_key = _find(
-    "torch.utils.checkpoint._sac_storage_key", "higher order operators in policies", lambda func, _: func
+    "torch.utils.checkpoint._sac_storage_key", "subgraphs in keys of higher-order operators", lambda func, _: func
 )
 #: Torch before 2.13 traces with another kind of storage than ours.
 consumed = _find("torch.utils.checkpoint._CONSUMED", "tracing with gradckpt's own contexts", None)

@@ -24,7 +24,10 @@ from gradckpt._models.rules import saved_settings
 from gradckpt.policies import is_known
 
 #: Our keys; transformers 5.17 and later take the last two, which are its own, out of the dict.
-OURS = ("compress", "fake_quantize", "min_numel", "recompute", "budget", "plan", "policy", "every_n_layers", "offload")
+OURS = (
+    *("compress", "fake_quantize", "min_numel", "recompute", "budget", "plan", "policy"),
+    *("selective", "every_n_layers", "offload"),
+)
 
 #: Keys that only we use. Others use ``policy`` as well.
 _MARKS = frozenset(OURS[:7])
@@ -83,8 +86,9 @@ def _read_selective(keywords: dict[str, Any]) -> None:
 
     Raises:
         ValueError: A policy is given, too.
+        TypeError: The value is no bool.
     """
-    chosen = keywords.pop("selective", False)
+    chosen = check_bool("selective", keywords.pop("selective", False))
     context_fn = keywords.get("context_fn")
     asked = context_fn.args[0] if isinstance(context_fn, functools.partial) and context_fn.args else None
     if (getattr(asked, "__module__", None) or "").split(".")[0] == "trl":

@@ -93,7 +93,9 @@ def test_code_compiled_within_the_region_warns():
 
 
 @pytest.mark.parametrize("shown", [None, False, True])
-@pytest.mark.parametrize("policy", ["save_matmuls", "save_matmuls:int8", lambda ctx, op, *args, **kwargs: "mm" in str(op)])
+@pytest.mark.parametrize(
+    "policy", ["save_matmuls", "save_matmuls:int8", lambda ctx, op, *args, **kwargs: "mm" in str(op)]
+)
 @pytest.mark.parametrize("compress", [None, "int8"])
 def test_tracing_warns_of_no_hooks(policy, shown, compress):
     """The compiler's own hooks are not the user's."""

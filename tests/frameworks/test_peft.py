@@ -11,11 +11,13 @@ import pytest
 import torch
 from checkout import EXAMPLES
 from handles import config_of
+from packaging.version import Version
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 import model_families
 import peft
 from model_families import FAMILIES, errors, nonzero, stock
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import gradckpt
 
@@ -221,6 +223,9 @@ def test_off_and_on(made):
     assert compressed(model) == COMPRESSED
 
 
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason=f"transformers asks for peft {MIN_PEFT_VERSION}"
+)
 def test_adapter_of_transformers_itself():
     """``model.add_adapter``: no wrapper, and transformers marks the embeddings."""
     model = build()

@@ -107,3 +107,40 @@ def test_states_are_counted():
     assert stats["discrete_outputs"] == 1
     assert stats["discrete_bytes"] == 64 + 2 * torch.get_rng_state().nbytes
     out.sum().backward()
+
+
+@torch.library.custom_op("gradckpt_tests::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    """Nothing tells that it draws."""
+    return torch.rand_like(x)
+
+
+def cond_noise(x):
+    return torch.cond(torch.tensor(True), torch.rand_like, torch.zeros_like, (x,))
+
+
+def called_noise(x):
+    return gradckpt.policies.region(torch.rand_like, "noise", recompute=False)(x)
+
+
+UNTAGGED = {
+    "an operator of the user's": (noise, torch.ops.gradckpt_tests.noise.default),
+    "cond": (cond_noise, torch.ops.higher_order.cond),
+    "a kept call": (called_noise, torch.ops.aten.mm.default),
+}
+
+
+@pytest.mark.parametrize("form", ["list", "function"])
+@pytest.mark.parametrize("compress", [None, "lossless"])
+@pytest.mark.parametrize("name", UNTAGGED)
+def test_what_is_kept_of_an_operator_without_a_tag(name, compress, form):
+    draw, op = UNTAGGED[name]
+    policy = [op] if form == "list" else lambda ctx, called, *args, **kwargs: called is op
+    x = torch.ones(64, 64, requires_grad=True)
+    out = gradckpt.checkpoint(
+        lambda x: torch.nn.functional.dropout(x * draw(x.detach())), x * 1, policy=policy, compress=compress
+    )
+    after = torch.get_rng_state()
+    out.sum().backward()
+    assert torch.equal(out, x.grad), "the mask of the recompute is the forward's"
+    assert torch.equal(torch.get_rng_state(), after)
