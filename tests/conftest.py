@@ -121,11 +121,15 @@ def sanitized(tmp_path_factory):
 #: Files whose module fixtures start processes or build something, which takes long:
 #: one worker runs all that use them.
 WORLDS = {
+    "test_benchmarks_frontier",
+    "test_benchmarks_selective",
+    "test_budget_sharded",
     "test_codec_hostile",
     "test_cuda_build",
     "test_cuda_emulation",
     "test_cuda_errors",
     "test_deepspeed",
+    "test_devices",
     "test_distributed",
     "test_distributed_compiled",
     "test_distributed_pipeline",
@@ -138,6 +142,7 @@ WORLDS = {
     "test_packaging",
     "test_ranks",
     "test_timm",
+    "test_toy_codec",
 }
 
 

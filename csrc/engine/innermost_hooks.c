@@ -51,7 +51,10 @@ PyObject *gck_hooks_beneath(const gck_state *state, const PyObject *of, gck_hook
         below = Py_NewRef(Py_None);
     } else if (disabled != NULL && gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) == 0) {
         below = gck_hooks_beneath(state, of, owner);
-        if (gck_done(PyObject_Call(state->py.push_hooks, top, NULL)) < 0) {
+        gck_error error = gck_error_take();
+        Py_XDECREF(PyObject_Call(state->py.push_hooks, top, NULL));
+        gck_error_keep(&error);
+        if (gck_error_return(&error) < 0) {
             Py_CLEAR(below);
         }
     }

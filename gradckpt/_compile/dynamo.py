@@ -102,13 +102,16 @@ def _traced(
     kept.
     """
     around = kept_calls.traced, kept_calls.restored
-    kept_calls.traced, kept_calls.restored = names, restored
+    changes = kept_calls.must_set(names, restored)
+    if changes:
+        kept_calls.traced, kept_calls.restored = names, restored
     try:
         if remat.is_traceable() and not restored:
             return remat.trace(checkpoint, function, args, kwargs)
         return checkpoint(function, *args, **kwargs)
     finally:
-        kept_calls.traced, kept_calls.restored = around
+        if changes:
+            kept_calls.traced, kept_calls.restored = around
 
 
 def _constant(value: Any) -> Any:

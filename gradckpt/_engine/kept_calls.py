@@ -312,6 +312,17 @@ def finish_calls(calls: dict[Any, Any], saved: int, early_stop: int) -> None:
 traced: tuple[str, ...] | None = None
 #: Whether a codec rounds the inputs of that region.
 restored = False
+#: Dynamo before torch 2.13 traces no assignment within a region.
+_ASSIGNS = private.consumed is not None
+
+
+def must_set(names: tuple[str, ...], restores: bool) -> bool:
+    """Return whether ``traced`` and ``restored`` are to be set for a region that is traced.
+
+    Where Dynamo may refuse it, a region in another runs by what is set, if that keeps no more.
+    """
+    differs = (traced, restored) != (names, restores)
+    return differs and (_ASSIGNS or traced is None or (restores and not restored))
 
 
 #: Patterns that a call matched, of late.

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from compile_cases import fresh_dynamo  # noqa: F401
+from compile_cases import fresh_dynamo, needs_outputs  # noqa: F401
 from compiled_graphs import Graphs
 from kept_regions import torch_remat
 
@@ -92,6 +92,7 @@ def test_code_compiled_within_the_region_warns():
         gradckpt.checkpoint(compiled, X.clone().requires_grad_()).sum().backward()
 
 
+@needs_outputs
 @pytest.mark.parametrize("shown", [None, False, True])
 @pytest.mark.parametrize(
     "policy", ["save_matmuls", "save_matmuls:int8", lambda ctx, op, *args, **kwargs: "mm" in str(op)]

@@ -7,19 +7,15 @@ import worlds
 _REFUSED = "gradckpt: this sharded model cannot be planned: "
 
 
-@pytest.fixture(scope="module")
-def fsdp1(tmp_path_factory):
-    return worlds.run(world_sharded_budget.in_fsdp1, tmp_path_factory.mktemp("fsdp1"))
+PROGRAMS = {"fsdp1": world_sharded_budget.in_fsdp1, "fsdp2": world_sharded_budget.fully_sharded}
 
 
-@pytest.fixture(scope="module")
-def fsdp2(tmp_path_factory):
-    return worlds.run(world_sharded_budget.fully_sharded, tmp_path_factory.mktemp("fsdp2"))
+@pytest.fixture(scope="module", params=PROGRAMS)
+def ranks(request, tmp_path_factory):
+    return worlds.run(PROGRAMS[request.param], tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(params=["fsdp1", "fsdp2"])
-def ranks(request):
-    return request.getfixturevalue(request.param)
+of_fsdp1, of_fsdp2 = (pytest.mark.parametrize("ranks", [name], indirect=True) for name in PROGRAMS)
 
 
 def test_the_peak_of_each_rank_stays_within_the_budget(ranks):
@@ -38,8 +34,9 @@ def test_ranks_have_one_plan(ranks):
     assert [plan[:2] for plan in first["plans"]] == [plan[:2] for plan in second["plans"]]
 
 
-def test_a_second_model_has_a_plan_of_its_own(fsdp2):
-    assert [rank["another model"] for rank in fsdp2] == [2, 2]
+@of_fsdp2
+def test_a_second_model_has_a_plan_of_its_own(ranks):
+    assert [rank["another model"] for rank in ranks] == [2, 2]
 
 
 def test_a_budget_while_training(ranks):
@@ -73,12 +70,14 @@ def test_all_ranks_refuse_a_budget_that_is_too_small(ranks):
             assert rank["refusals"][case].startswith("gradckpt: no plan stays within 1MiB; the smallest budget is ")
 
 
-def test_planning_leaves_what_fsdp1_has(fsdp1):
-    for rank in fsdp1:
+@of_fsdp1
+def test_planning_leaves_what_fsdp1_has(ranks):
+    for rank in ranks:
         assert all(rank["keeps"]), "gradients, reduced and not, of earlier batches"
         assert all(rank["leaves"]), "its states where a plan fails"
 
 
+@of_fsdp2
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -92,10 +91,11 @@ def test_planning_leaves_what_fsdp1_has(fsdp1):
         ("a part", f"{_REFUSED}it is a part of a model that is sharded; pass the whole model"),
     ],
 )
-def test_refused(fsdp2, case, message):
-    assert fsdp2[0]["refusals"][case].startswith(message)
+def test_refused(ranks, case, message):
+    assert ranks[0]["refusals"][case].startswith(message)
 
 
+@of_fsdp1
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -109,5 +109,5 @@ def test_refused(fsdp2, case, message):
         ("both", f"{_REFUSED}fully_shard() has parts of it, too; call plan() before "),
     ],
 )
-def test_refused_of_fsdp1(fsdp1, case, message):
-    assert fsdp1[0]["refusals"][case].startswith(message)
+def test_refused_of_fsdp1(ranks, case, message):
+    assert ranks[0]["refusals"][case].startswith(message)

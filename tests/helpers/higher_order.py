@@ -5,6 +5,7 @@ An operator that this torch lacks, or that fails in a plain program, is no case.
 
 import contextlib
 import functools
+import gc
 import importlib
 import warnings
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_contexts
 
 import gradckpt
+from gradckpt._engine.torch_private import asks_policies_after
 
 N = 64
 LOSSY = "int8"
@@ -224,6 +226,10 @@ TORCHS = {
 }
 
 
+#: What we trace with before torch 2.12: torch's own contexts.
+SELECTIVE = _torchs_with(_products)
+
+
 def gradients(name, way, codec=None, compiled=False):
     """The gradients of a step, in one flat tensor."""
     block = Block(name)
@@ -246,7 +252,17 @@ def outcome(name, way, codec=None, compiled=False):
         try:
             return gradients(name, way, codec, compiled)
         except Exception as error:
-            return error.with_traceback(None)  # whose frames hold the step
+            return _without_frames(error)
+
+
+def _without_frames(error):
+    """The exception without the frames of those that led to it: they hold the step, and in the
+    compiler the mode of torch's checkpoint, which stays on the stack until its frame goes."""
+    each = error
+    while each is not None:
+        each.__traceback__, each = None, each.__cause__ or each.__context__
+    gc.collect()
+    return error
 
 
 def missing(name, compiled=False):
@@ -261,7 +277,7 @@ def fault(name, way, codec, compiled=False):
     got = outcome(name, WAYS[way], codec, compiled)
     want = _known(name, plain, compiled)
     if isinstance(got, Exception):
-        theirs = _known(name, TORCHS.get(way, torchs), compiled)
+        theirs = _known(name, TORCHS.get(way, torchs if not compiled or asks_policies_after else SELECTIVE), compiled)
         same = isinstance(theirs, Exception) and (compiled or str(theirs) == str(got))
         return None if same or isinstance(_known(name, torchs, compiled), Exception) else f"{way} {codec}: {got!r}"
     if codec != LOSSY:

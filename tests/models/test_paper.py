@@ -229,6 +229,8 @@ def test_convolutions_allocate_what_the_profiler_reports(form, channels, bias):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_attention_allocates_what_the_profiler_reports(is_view, tokens, threads, dtype):
+    if dtype is torch.float64 and torch.__version__ < "2.13":
+        pytest.skip("on paper this torch's log-sum-exp of float64 is float32")
     linear = torch.nn.Linear(64, 64, dtype=dtype)
     x = torch.randn(2, tokens, 64, requires_grad=True, dtype=dtype)
 

@@ -13,6 +13,7 @@ from torch._ops import HigherOrderOperator
 import gradckpt
 from gradckpt import policies
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs again. a backward could mix")
 WITH_CODECS = [way for way in WAYS if way != "reentrant"]  # which takes none
 
 

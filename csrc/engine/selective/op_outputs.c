@@ -178,7 +178,7 @@ static PyObject *packed(gck_op_storage *store, PyObject *x)
 /* 1 when the tensor stands for one of a graph that is compiled, whose own counters know it; 0; -1. */
 static int is_compiled(const gck_py *py, PyObject *x)
 {
-    return gck_is_plain_tensor(py, x) ? 0 : gck_ask(py->is_compiling);
+    return gck_is_plain_tensor(py, x) ? 0 : gck_tracing_modes(py);
 }
 
 static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *plan)
