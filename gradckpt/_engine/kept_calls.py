@@ -319,7 +319,7 @@ _ASSIGNS = private.consumed is not None
 def must_set(names: tuple[str, ...], restores: bool) -> bool:
     """Return whether ``traced`` and ``restored`` are to be set for a region that is traced.
 
-    Where Dynamo may refuse it, a region in another runs by what is set, if that keeps no more.
+    Where Dynamo may refuse it, a region in another goes by what is set, unless that keeps too much.
     """
     differs = (traced, restored) != (names, restores)
     return differs and (_ASSIGNS or traced is None or (restores and not restored))
