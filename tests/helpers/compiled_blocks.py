@@ -273,6 +273,10 @@ def build(name):
     return model, inputs
 
 
+#: Of models that transformers does not checkpoint; "layer" elsewhere.
+REPEATED = {"SqueezeBertModel": "SqueezeBertModule", "XLMModel": "TransformerFFN"}
+
+
 def turn_on(model, setting):
     options = SETTINGS[setting]
     if hasattr(model, "enable_gradient_checkpointing") and options.get("recompute", True):  # diffusers
@@ -281,7 +285,9 @@ def turn_on(model, setting):
     elif getattr(model, "supports_gradient_checkpointing", True) or not options.get("recompute", True):
         gradckpt.enable(model, **options)
     else:
-        gradckpt.enable(model, modules="layer", **options)
+        kind = REPEATED.get(type(model).__name__)
+        modules = "layer" if kind is None else [x for x in model.modules() if type(x).__name__ == kind]
+        gradckpt.enable(model, modules=modules, **options)
 
 
 def turn_torchs_on(model):
