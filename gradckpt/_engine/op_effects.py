@@ -17,13 +17,13 @@ _read: tuple[list[Any], frozenset[Any]] = ([], frozenset())
 def with_effect() -> frozenset[Any]:
     """Return the operators of which :func:`has_effect` says yes.
 
-    It is the same object as long as they are the same: an effect may be registered at any time.
+    It is read again when torch knows others: an effect may be registered at any time.
     """
     global _read
     effects = private.operator_effects()
     if effects != _read[0]:
-        found = frozenset(op for op in map(_overload, private.names_with_effect()) if op is not None and has_effect(op))
-        _read = effects, found if found != _read[1] else _read[1]
+        known = map(_overload, private.names_with_effect())
+        _read = effects, frozenset(op for op in known if op is not None and has_effect(op))
     return _read[1]
 
 

@@ -165,7 +165,7 @@ def keeping_effects(policy: Policy) -> Policy:
     found, known = with_effect(), policy.rules
     if not found:
         return policy
-    if policy.with_effects is None or policy.with_effects[0] is not found:
+    if policy.with_effects is None or policy.with_effects[0] != found:
         more = [Rule(op) for op in found if op not in known or (known[op].keep == RECOMPUTE and not known[op].always)]
         made = Policy([*known.values(), *more], policy.wanted, policy.parts)
         made.mixed = policy.mixed

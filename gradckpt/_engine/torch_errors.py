@@ -350,8 +350,8 @@ def _hooks_bypassed() -> Warning | None:
         )
         mode.__torch_dispatch__(torch.ops.aten.neg.default, (), (torch.zeros(1),), {})
 
-    text = "saved-tensor hooks around the region see nothing that its policy keeps; pass respect_saved_tensors_hooks="
-    return _warned(call, text) if private.hooks_see_kept else None
+    text = "saved-tensor hooks around the region see nothing that its policy keeps"
+    return _warned(call, f"{text}; pass respect_saved_tensors_hooks=True or False") if private.hooks_see_kept else None
 
 
 WARNINGS: dict[str, Callable[[], Warning | None]] = {

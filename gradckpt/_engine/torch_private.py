@@ -222,9 +222,7 @@ autocast_types = _find("torch._C._autocast_supported_devices", "autocast", lambd
 
 #: torch since 2.15 keeps per thread whether torch.fx traces; its recompute sets the forward's.
 fx_tracing = getattr(torch.fx._symbolic_trace, "_get_is_fx_tracing", None)
-set_fx_tracing = getattr(torch.fx._symbolic_trace, "_set_is_fx_tracing", None) or Missing(
-    "torch.fx._symbolic_trace._set_is_fx_tracing"
-)
+set_fx_tracing = getattr(torch.fx._symbolic_trace, "_set_is_fx_tracing", None)
 
 # ---- torch.utils.checkpoint ----
 

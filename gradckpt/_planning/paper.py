@@ -418,30 +418,36 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         formula = _formula(func)
-        counted = _with_all_heads(func, args) if func.name().startswith("aten::_scaled_dot_product") else args
-        flop = formula(*counted, **kwargs, out_val=outputs) if formula is not None else 0
+        flop = formula(*args, **kwargs, out_val=outputs) if formula is not None else 0
         if flop and _given(func, args, kwargs, "is_causal"):
             flop //= 2  # half of the scores are skipped
         moved = sum(x.numel() * x.element_size() for x in (*tensors_in((args, kwargs)), *tensors_in(outputs)))
         self.work.append((len(self.events), Work(flop, moved)))
 
 
-def _with_all_heads(func: Any, args: Any) -> Any:
-    """Return the arguments of attention with shapes of keys and values that have the query's heads.
+def _with_all_heads(formula: Any, first: int) -> Any:
+    """Return the formula of attention for keys and values with as many heads as the query, which is
+    the argument of that number.
 
     torch 2.11 counts no attention whose keys and values are shared by several heads.
     """
-    first = int("backward" in func.name())  # after the gradient
-    heads = args[first].shape[-3]
-    shared = (torch.Size([*x.shape[:-3], heads, *x.shape[-2:]]) for x in args[first + 1 : first + 3])
-    return (*args[: first + 1], *shared, *args[first + 3 :])
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        heads = args[first].shape[-3]
+        shared = (torch.Size([*x.shape[:-3], heads, *x.shape[-2:]]) for x in args[first + 1 : first + 3])
+        return formula(*args[: first + 1], *shared, *args[first + 3 :], **kwargs)
+
+    return count
 
 
 @functools.cache
 def _formula(func: Any) -> Any:
     from torch.utils.flop_counter import flop_registry  # not with gradckpt: it leaves traces in torch
 
-    return flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is None or not func.name().startswith("aten::_scaled_dot_product"):
+        return formula
+    return _with_all_heads(formula, int("backward" in func.name()))  # there a gradient comes first
 
 
 @functools.cache

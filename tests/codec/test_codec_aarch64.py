@@ -13,8 +13,8 @@ import sysconfig
 import codec_inputs
 import numpy as np
 import pytest
-from checkout import CODEC, CSRC, HELPERS
-from codec_library import FLAGS, ISA_FLAGS
+from checkout import CSRC, HELPERS
+from codec_library import compile_codecs
 
 from gradckpt import codecs
 
@@ -30,23 +30,18 @@ pytestmark = [
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "bool": 3}  # gck_dtype
 
 
-def program(folder, gcc, isa_flags):
+def program(folder, cross=None):
     """csrc/codec and codec_bytes.c, without a library of that machine that runs it."""
-    objects = []
-    for source in [*sorted(CODEC.rglob("*.c")), HELPERS / "codec_bytes.c"]:
-        isa = [flags for suffix, flags in isa_flags.items() if source.stem.endswith(suffix)]
-        objects.append(folder / f"{source.stem}.o")
-        command = [gcc, *FLAGS, *(isa[0] if isa else []), f"-I{CSRC}", "-c", source, "-o", objects[-1]]
-        subprocess.run(command, check=True)
+    objects = compile_codecs(folder, [HELPERS / "codec_bytes.c"], cross)
     made = folder / "codec_bytes"
-    subprocess.run([gcc, "-static", *objects, "-o", made, "-lm"], check=True)
+    subprocess.run([cross or "gcc", "-static", *objects, "-o", made, "-lm"], check=True)
     return made
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    here = program(tmp_path_factory.mktemp("here"), "gcc", ISA_FLAGS)
-    return [[here], ["qemu-aarch64", program(tmp_path_factory.mktemp("aarch64"), TOOLS[0], {})]]
+    here = program(tmp_path_factory.mktemp("here"))
+    return [[here], ["qemu-aarch64", program(tmp_path_factory.mktemp("aarch64"), TOOLS[0])]]
 
 
 def tensors(dtype):

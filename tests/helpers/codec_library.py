@@ -34,13 +34,14 @@ int64_t units_nbytes(const char *name, int64_t n, int dtype) { return gck_nbytes
 """
 
 
-def compile_codecs(folder, extra=()):
-    """Objects of csrc/codec and of `extra`."""
-    gcc = shutil.which("gcc")
+def compile_codecs(folder, extra=(), cross=None):
+    """Objects of csrc/codec and of `extra`, by a cross compiler for another machine."""
+    gcc = shutil.which(cross or "gcc")
     assert gcc, "gcc is needed: the extension could not have been built without it"
+    is_x86 = cross is None and platform.machine() == "x86_64"
 
     def one(source):
-        isa = [f for suffix, f in ISA_FLAGS.items() if source.stem.endswith(suffix) and platform.machine() == "x86_64"]
+        isa = [f for suffix, f in ISA_FLAGS.items() if source.stem.endswith(suffix) and is_x86]
         made = folder / f"{source.stem}.o"
         command = [gcc, *FLAGS, *(isa[0] if isa else []), f"-I{CSRC}", "-c", str(source), "-o", str(made)]
         subprocess.run(command, check=True)

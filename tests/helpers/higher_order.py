@@ -226,10 +226,6 @@ TORCHS = {
 }
 
 
-#: What we trace with before torch 2.12: torch's own contexts.
-SELECTIVE = _torchs_with(_products)
-
-
 def gradients(name, way, codec=None, compiled=False):
     """The gradients of a step, in one flat tensor."""
     block = Block(name)
@@ -277,7 +273,9 @@ def fault(name, way, codec, compiled=False):
     got = outcome(name, WAYS[way], codec, compiled)
     want = _known(name, plain, compiled)
     if isinstance(got, Exception):
-        theirs = _known(name, TORCHS.get(way, torchs if not compiled or asks_policies_after else SELECTIVE), compiled)
+        # before torch 2.12 we trace with its own contexts
+        other = torchs if not compiled or asks_policies_after else TORCHS["a function"]
+        theirs = _known(name, TORCHS.get(way, other), compiled)
         same = isinstance(theirs, Exception) and (compiled or str(theirs) == str(got))
         return None if same or isinstance(_known(name, torchs, compiled), Exception) else f"{way} {codec}: {got!r}"
     if codec != LOSSY:
