@@ -11,14 +11,32 @@
 #include <stdlib.h>
 #include <structmember.h>
 
-/* Record what the original is.  No Python runs: the view is taken again.  0; 1 when no payload can
+enum { TENSOR_ALIGNMENT = 64 };    /* bytes: torch's allocators align at least so */
+
+/* Record how far the first value lies from an aligned address of its storage.  0 or -1. */
+static int find_shift(gck_payload *self, const gck_input *in)
+{
+    const void *storage = in->view.data;
+
+    if ((uintptr_t)in->view.data % TENSOR_ALIGNMENT == 0) {    /* faster: it is aligned, as nearly all are */
+        return 0;
+    }
+    if (gck_input_storage(&self->state->py, in, &storage) < 0) {
+        return -1;
+    }
+    const int64_t past = (const char *)in->view.data - (const char *)storage;
+    self->shift = (int)(past % TENSOR_ALIGNMENT / (int64_t)gck_itemsize(in->view.dtype));
+    return 0;
+}
+
+/* Record what the original is.  No Python runs once its view is taken again.  0; 1 when no payload can
  * hold its layout; -1. */
 static int describe(gck_payload *self, gck_input *in, int exact)
 {
     const gck_tensor was = in->view;
     int status;
 
-    if ((self->original = PyWeakref_NewRef(in->x, NULL)) == NULL      /* first, because a collection may run Python */
+    if ((exact && find_shift(self, in) < 0) || (self->original = PyWeakref_NewRef(in->x, NULL)) == NULL      /* first, because a collection may run Python */
         || gck_view_again(&self->state->py, in->x, &was, &in->view) < 0) {
         return -1;
     }

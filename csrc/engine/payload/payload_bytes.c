@@ -85,6 +85,33 @@ gck_tensor gck_payload_values(const gck_payload *self, void *data, void *stream)
                         stream};
 }
 
+PyObject *gck_payload_within(const gck_payload *self, PyObject *buffer, int64_t offset)
+{
+    PyObject *view = PyObject_CallMethod(buffer, "as_strided", "NNL", gck_sizes(self->ndim, self->sizes),
+                                         gck_sizes(self->ndim, self->sizes + self->ndim), (long long)offset);
+    /* .data: the others in the buffer do not see its version, and autograd no view */
+    PyObject *x = view != NULL ? PyObject_GetAttr(view, self->state->py.names.data) : NULL;
+
+    Py_XDECREF(view);
+    return x;
+}
+
+PyObject *gck_payload_memory(const gck_payload *self)
+{
+    const gck_py *py = &self->state->py;
+    const int64_t *strides = self->sizes + self->ndim;
+
+    if (self->shift == 0) {
+        return gck_empty(py, self->ndim, self->sizes, self->layout ? strides : NULL, self->dtype, self->device);
+    }
+    const int64_t span = self->shift + gck_reach(self->ndim, self->sizes, strides);
+    PyObject *buffer = gck_empty(py, 1, &span, NULL, self->dtype, self->device);
+    PyObject *x = buffer != NULL ? gck_payload_within(self, buffer, self->shift) : NULL;
+
+    Py_XDECREF(buffer);
+    return x;
+}
+
 /* Elements share memory: make it a view of the values, each once.  0 or -1. */
 static int see_once(const gck_payload *self, gck_tensor *view)
 {

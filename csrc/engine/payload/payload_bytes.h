@@ -36,6 +36,7 @@ typedef struct gck_payload {
     int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc, or those:    */
     int64_t          few[2 * GCK_FEW_DIMS];
     gck_layout       layout;       /* PLAIN: the strides do not count                    */
+    int              shift;        /* values from an aligned address of its storage to the first of the original */
     int64_t         *once;         /* EXPANDED, RUN: the sizes of the values, each once; in `sizes`; else NULL */
     void            *stream;       /* the stream that wrote the bytes                    */
     /* See payload_overflow.h. */
@@ -65,6 +66,13 @@ int gck_payload_lay_out(gck_payload *payload, const gck_tensor *x, int exact);
 
 /* The values as the codec sees them in the memory of a tensor with the payload's layout. */
 gck_tensor gck_payload_values(const gck_payload *payload, void *data, void *stream);
+
+/* New reference: uninitialized memory as the original's, without its values.  Kernels sum in another
+ * order where the first value is not aligned, so a slice is restored as far from an aligned address. */
+PyObject *gck_payload_memory(const gck_payload *payload);
+
+/* New reference: a tensor with the payload's layout, so many values into a buffer. */
+PyObject *gck_payload_within(const gck_payload *payload, PyObject *buffer, int64_t offset);
 
 /* The operands of the codec.  Nothing may run Python between this and the work.  0 or -1. */
 int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes,

@@ -102,7 +102,8 @@ static PyObject *decode(gck_payload *self, PyObject *into, gck_batch *batch)
     gck_tensor view;
     int reason, all, ok = 0;
 
-    if (batch == NULL && into == NULL && self->own.handle != NULL && self->has_values && decode_fresh(self, &out)) {
+    if (batch == NULL && into == NULL && self->own.handle != NULL && self->has_values && self->shift == 0
+        && decode_fresh(self, &out)) {
         return out;
     }
     if (find_unchanged(self, batch, &original) < 0) {
@@ -112,9 +113,7 @@ static PyObject *decode(gck_payload *self, PyObject *into, gck_batch *batch)
     if (original == NULL && gck_payload_overflow_original(self, &original) < 0) {
         return NULL;
     }
-    out = into != NULL ? Py_NewRef(into)
-        : gck_empty(&state->py, self->ndim, self->sizes, self->layout ? self->sizes + self->ndim : NULL, self->dtype,
-                    self->device);
+    out = into != NULL ? Py_NewRef(into) : gck_payload_memory(self);
     reason = out == NULL ? -1 : gck_view_of(&state->py, out, &view);
     if (reason == GCK_COMPRESS) {
         ok = (original != NULL && all)

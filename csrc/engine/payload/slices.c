@@ -63,14 +63,15 @@ int gck_slices_find(gck_py *py, PyObject *rows, gck_sliced *of, Py_ssize_t n)
     }
     qsort(of, (size_t)n, sizeof *of, compare);
     for (Py_ssize_t i = 0, next; i < n; i = next) {
+        const int shift = of[i].payload->shift;
         uintptr_t end = end_of(&of[i]);
         for (next = i + 1; next < n && meets(&of[i], end, &of[next]); next++) {
             end = end_of(&of[next]) > end ? end_of(&of[next]) : end;
         }
         group += next > i + 1;
         for (Py_ssize_t j = i; next > i + 1 && j < next; j++) {
-            *of[j].slice = (gck_slice){group, (int64_t)(of[j].begin - of[i].begin) / itemsize_of(&of[i]),
-                                       (int64_t)(end - of[i].begin) / itemsize_of(&of[i])};
+            *of[j].slice = (gck_slice){group, shift + (int64_t)(of[j].begin - of[i].begin) / itemsize_of(&of[i]),
+                                       shift + (int64_t)(end - of[i].begin) / itemsize_of(&of[i])};
         }
     }
     return 0;
@@ -98,14 +99,8 @@ static PyObject *buffer_of(const gck_slice *slice, const gck_payload *payload, g
 PyObject *gck_slice_memory(const gck_slice *slice, const gck_payload *payload, gck_batch *batch)
 {
     PyObject *buffer = slice->group != 0 ? buffer_of(slice, payload, batch) : NULL;
-    PyObject *view = buffer == NULL ? NULL
-                   : PyObject_CallMethod(buffer, "as_strided", "NNL", gck_sizes(payload->ndim, payload->sizes),
-                                         gck_sizes(payload->ndim, payload->sizes + payload->ndim),
-                                         (long long)slice->offset);
-    /* .data: the others do not see its version, and autograd no view */
-    PyObject *x = view != NULL ? PyObject_GetAttr(view, payload->state->py.names.data) : NULL;
+    PyObject *x = buffer != NULL ? gck_payload_within(payload, buffer, slice->offset) : NULL;
 
     Py_XDECREF(buffer);
-    Py_XDECREF(view);
     return x;
 }
