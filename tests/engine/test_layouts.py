@@ -66,7 +66,7 @@ def in_both_runs(layout, config):
 
 
 def alignment(x):
-    """Kernels begin with the values before an aligned address, so the order of a sum depends on it."""
+    """Kernels begin with what lies before an aligned address, so the order of a sum depends on it."""
     return x.data_ptr() % 64
 
 

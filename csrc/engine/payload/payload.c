@@ -36,7 +36,8 @@ static int describe(gck_payload *self, gck_input *in, int exact)
     const gck_tensor was = in->view;
     int status;
 
-    if ((exact && find_shift(self, in) < 0) || (self->original = PyWeakref_NewRef(in->x, NULL)) == NULL      /* first, because a collection may run Python */
+    if ((exact && find_shift(self, in) < 0)
+        || (self->original = PyWeakref_NewRef(in->x, NULL)) == NULL   /* before the view: a collection may run Python */
         || gck_view_again(&self->state->py, in->x, &was, &in->view) < 0) {
         return -1;
     }
