@@ -66,7 +66,7 @@ def in_both_runs(layout, config):
 
 
 def alignment(x):
-    """Kernels begin with what lies before an aligned address, so the order of a sum depends on it."""
+    """Kernels begin before an aligned address in another way, so it decides the order of a sum."""
     return x.data_ptr() % 64
 
 
