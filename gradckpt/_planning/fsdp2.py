@@ -8,6 +8,7 @@ a trace has what they gather, keep and free.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +39,14 @@ _AT_START: dict[str, Any] = {
     "_reshard_after_forward_event": None,
     "_post_reduce_event": None,
     "_all_reduce_state": None,
+    "active_gradient_reduction": None,
+    "gradient_reduction_pending": False,
+    "manual_backward_finalization_active": None,
 }
+
+#: Where a gradient in the dtype of reductions waits for one, before torch 2.15; since, in the
+#: parameter's ``grad``.
+_ACCUMULATED = "unsharded_accumulated_grad"
 
 
 class State:
@@ -78,7 +86,7 @@ class State:
         """Return gradients that no collective has reduced yet."""
         found = [group._partial_reduce_output for group in self.groups]
         for p in self.parameters:
-            found += [p.unsharded_accumulated_grad, None if (whole := _whole(p)) is None else whole.grad]
+            found += _unreduced(p)
         return [x for x in found if x is not None]
 
     def reduces(self) -> bool:
@@ -142,6 +150,22 @@ def _whole(p: Any) -> Any:
     return getattr(p, "_unsharded_param", None)
 
 
+def _unreduced(p: Any) -> list[Tensor]:
+    """Return the gradients of a whole parameter that wait for a reduction."""
+    whole = _whole(p)
+    found = [vars(p).get(_ACCUMULATED), None if whole is None else whole.grad]
+    return [x for x in found if x is not None]
+
+
+def _gather_with_gradient(p: Any, unreduced: list[Tensor]) -> None:
+    """Let a parameter that is gathered on paper for the first time have the gradient that it has
+    now.
+    """
+    type(p).init_unsharded_param(p)
+    if unreduced:
+        p._unsharded_param.grad = unreduced.pop()
+
+
 def _begin(x: Any) -> None:
     attributes = vars(x)
     for name, value in _AT_START.items():
@@ -159,18 +183,23 @@ def _begin(x: Any) -> None:
 
 
 def _shard_on_paper(p: Any, mode: PaperMode) -> Parameter:
-    old, whole, unreduced = p.sharded_param, _whole(p), p.unsharded_accumulated_grad
-    if unreduced is None and whole is not None:
-        unreduced = whole.grad
+    old, unreduced = p.sharded_param, next(iter(_unreduced(p)), None)
     vars(p).pop("_unsharded_param", None)
     p.device = torch.device("cpu")
     p.sharded_state = type(p.sharded_state).SHARDED
     p.all_gather_outputs = []
     p._sharded_post_forward_param_data = p._sharded_post_forward_param = None
     p._sharded_param_data = mode.like(p._sharded_param_data)
-    p.unsharded_accumulated_grad = None if unreduced is None else mode.like(unreduced)
+    if unreduced is not None:
+        unreduced = mode.like(unreduced)
+    if _ACCUMULATED in vars(p):
+        p.unsharded_accumulated_grad = unreduced
+    elif unreduced is not None:
+        p.init_unsharded_param = functools.partial(_gather_with_gradient, p, [unreduced])
     local = p._sharded_param_data.as_strided(p.sharded_size, p.contiguous_sharded_stride)
     new = p.sharded_param = Parameter(p.to_sharded_dtensor(local), requires_grad=old.requires_grad)
+    if getattr(p, "_has_sharded_grad_dtype_override", False):
+        new.grad_dtype = p.sharded_grad_dtype
     if old.grad is not None:
         new.grad = p.to_sharded_dtensor(mode.like(old.grad._local_tensor))
     p._setattr_on_modules(new)

@@ -61,8 +61,9 @@ def composite_key(func: Any) -> Any:
     """Return where the kernel lies that only calls other operators; below autograd, a mode gets the
     operators that autograd would have taken apart.
     """
-    if func.namespace == "fsdp":  # its operators call others in Python
-        return private.DispatchKey.CPU
+    if func.namespace == "fsdp":  # its operators call others, with one kernel for all devices or one for each
+        on_cpu = private.has_kernel_for_key(func.name(), "CPU")
+        return private.DispatchKey.CPU if on_cpu else private.DispatchKey.CompositeExplicitAutograd
     implicit = private.has_kernel_for_key(func.name(), "CompositeImplicitAutograd")
     if implicit and not private.has_kernel_for_key(func.name(), "CPU"):
         return private.DispatchKey.CompositeImplicitAutograd
