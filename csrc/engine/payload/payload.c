@@ -24,8 +24,8 @@ static int find_shift(gck_payload *self, const gck_input *in)
     if (gck_input_storage(&self->state->py, in, &storage) < 0) {
         return -1;
     }
-    const int64_t past = (const char *)in->view.data - (const char *)storage;
-    self->shift = (int)(past % TENSOR_ALIGNMENT / (int64_t)gck_itemsize(in->view.dtype));
+    const uintptr_t past = (uintptr_t)in->view.data - (uintptr_t)storage;
+    self->shift = (int)(past % TENSOR_ALIGNMENT / gck_itemsize(in->view.dtype));
     return 0;
 }
 
