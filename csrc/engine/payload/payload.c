@@ -11,21 +11,19 @@
 #include <stdlib.h>
 #include <structmember.h>
 
-enum { TENSOR_ALIGNMENT = 64 };    /* bytes: torch's allocators align at least so */
-
 /* Record how far the first value lies from an aligned address of its storage.  0 or -1. */
 static int find_shift(gck_payload *self, const gck_input *in)
 {
     const void *storage = in->view.data;
 
-    if ((uintptr_t)in->view.data % TENSOR_ALIGNMENT == 0) {    /* faster: it is aligned, as nearly all are */
+    if ((uintptr_t)in->view.data % GCK_ALIGNMENT == 0) {    /* faster: it is aligned, as nearly all are */
         return 0;
     }
     if (gck_input_storage(&self->state->py, in, &storage) < 0) {
         return -1;
     }
     const uintptr_t past = (uintptr_t)in->view.data - (uintptr_t)storage;
-    self->shift = (int)(past % TENSOR_ALIGNMENT / gck_itemsize(in->view.dtype));
+    self->shift = (int)(past % GCK_ALIGNMENT / gck_itemsize(in->view.dtype));
     return 0;
 }
 
@@ -42,6 +40,7 @@ static int describe(gck_payload *self, gck_input *in, int exact)
         return -1;
     }
     status = gck_payload_lay_out(self, &in->view, exact);
+    self->misaligned = (int)((uintptr_t)in->view.data % GCK_ALIGNMENT);
     self->requires_grad = in->requires_grad;
     self->leaf = in->leaf;
     self->has_values = gck_has_values(in->view.data);

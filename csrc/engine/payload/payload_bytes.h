@@ -8,7 +8,7 @@
 #include "engine/state.h"
 #include "engine/payload/layout.h"
 
-enum { GCK_FEW_DIMS = 4 };
+enum { GCK_FEW_DIMS = 4, GCK_ALIGNMENT = 64 };     /* bytes: torch's allocators align at least so */
 
 typedef struct gck_payload {
     PyObject_HEAD
@@ -36,7 +36,8 @@ typedef struct gck_payload {
     int64_t         *sizes;        /* ndim sizes, then ndim strides; malloc, or those:    */
     int64_t          few[2 * GCK_FEW_DIMS];
     gck_layout       layout;       /* PLAIN: the strides do not count                    */
-    int              shift;        /* values from an aligned address of its storage to the first of the original */
+    int              misaligned;   /* bytes from an aligned address to the first value of the original */
+    int              shift;        /* values from such an address to the first one that is restored */
     int64_t         *once;         /* EXPANDED, RUN: the sizes of the values, each once; in `sizes`; else NULL */
     void            *stream;       /* the stream that wrote the bytes                    */
     /* See payload_overflow.h. */

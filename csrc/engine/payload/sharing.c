@@ -14,6 +14,7 @@ static int same_view(const gck_payload *p, const gck_tensor *view, int exact)
     int64_t strides[GCK_MAX_DIM];
 
     if (p->dtype != view->dtype || p->device != view->device || p->ndim != view->ndim
+        || p->misaligned != (int)((uintptr_t)view->data % GCK_ALIGNMENT)
         || p->layout != gck_layout_of(view, exact, strides)) {
         return 0;
     }

@@ -147,10 +147,14 @@ PyType_Spec gck_saved_tensor_spec = {
 
 PyObject *gck_saved_form_view(const gck_saved_form *form, PyObject *whole)
 {
-    PyObject *method = PyObject_GetAttrString(whole, "as_strided");
-    PyObject *view = method != NULL ? PyObject_Call(method, form->view, NULL) : NULL;
+    /* as_strided() counts from the storage, the form from the first value */
+    PyObject *first = PyObject_CallMethod(whole, "storage_offset", NULL);
+    PyObject *offset = first != NULL ? PyNumber_Add(first, PyTuple_GetItem(form->view, 2)) : NULL;
+    PyObject *view = offset != NULL ? PyObject_CallMethod(whole, "as_strided", "OOO", PyTuple_GetItem(form->view, 0),
+                                                          PyTuple_GetItem(form->view, 1), offset) : NULL;
 
-    Py_XDECREF(method);
+    Py_XDECREF(first);
+    Py_XDECREF(offset);
     return view;
 }
 
