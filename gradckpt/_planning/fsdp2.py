@@ -8,7 +8,6 @@ a trace has what they gather, keep and free.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,9 @@ from gradckpt._planning.paper import PaperMode
 
 __all__ = ["State"]
 
+#: Where a gradient in the dtype of reductions waits for one, before torch 2.15; since, in the whole
+#: parameter's ``grad``.
+_ACCUMULATED = "unsharded_accumulated_grad"
 
 #: The attributes of states, groups and their contexts where a step begins; containers are empty.
 _AT_START: dict[str, Any] = {
@@ -41,12 +43,20 @@ _AT_START: dict[str, Any] = {
     "_all_reduce_state": None,
     "active_gradient_reduction": None,
     "gradient_reduction_pending": False,
+    "manual_backward_finalization": False,
     "manual_backward_finalization_active": None,
 }
 
-#: Where a gradient in the dtype of reductions waits for one, before torch 2.15; since, in the
-#: parameter's ``grad``.
-_ACCUMULATED = "unsharded_accumulated_grad"
+#: The attributes of contexts, groups and parameters that real steps find so: no gradient waits for
+#: a reduction, and backwards end what they begin, also where the caller does that.
+_SET_ASIDE: dict[str, Any] = {
+    "manual_backward_finalization": False,
+    "manual_backward_finalization_active": None,
+    "reshard_after_backward": True,
+    "_partial_reduce_output": None,
+    "_post_backward_pending": False,
+    _ACCUMULATED: None,
+}
 
 
 class State:
@@ -125,8 +135,7 @@ class State:
 
         The caller puts back the modules' parameters.
         """
-        contexts = {id(x): x for state in self.states for x in (state._state_ctx, state._comm_ctx)}
-        stepping = [*self.states, *self.groups, *contexts.values()]
+        stepping = [*self.states, *self.groups, *self._contexts()]
         kept = [KeptAttributes(x) for x in (*stepping, *self.parameters)]
         try:
             for each in stepping:
@@ -138,6 +147,38 @@ class State:
         finally:
             for attributes in kept:
                 attributes.put_back()
+
+    @contextlib.contextmanager
+    def gradients_set_aside(self) -> Iterator[None]:
+        """Take all gradients off for a ``with`` block, whose steps would reduce them.
+
+        Weights that lie gathered are gathered anew afterwards: the caller puts back what modules
+        have, also where the steps have freed it.
+        """
+        self._shard()
+        owners = [vars(x) for x in (*self._contexts(), *self.groups, *self.parameters)]
+        kept = [(x, {name: x[name] for name in _SET_ASIDE if name in x}) for x in owners]
+        found = [x for p in self.parameters for x in (p.sharded_param, _whole(p)) if x is not None]
+        gradients = [(x, x.grad, x.grad_dtype) for x in found]
+        for attributes, names in kept:
+            attributes.update((name, _SET_ASIDE[name]) for name in names)
+        for x in found:
+            x.grad = None
+        try:
+            yield
+        finally:
+            self._shard()
+            for attributes, names in kept:
+                attributes.update(names)
+            for x, gradient, dtype in gradients:
+                _set_gradient(x, gradient, dtype)
+
+    def _shard(self) -> None:
+        for group in self.groups:
+            group._to_sharded()
+
+    def _contexts(self) -> list[Any]:
+        return list({id(x): x for state in self.states for x in (state._state_ctx, state._comm_ctx)}.values())
 
 
 def _groups(state: Any) -> list[Any]:
@@ -157,13 +198,12 @@ def _unreduced(p: Any) -> list[Tensor]:
     return [x for x in found if x is not None]
 
 
-def _gather_with_gradient(p: Any, unreduced: list[Tensor]) -> None:
-    """Let a parameter that is gathered on paper for the first time have the gradient that it has
-    now.
-    """
-    type(p).init_unsharded_param(p)
-    if unreduced:
-        p._unsharded_param.grad = unreduced.pop()
+def _set_gradient(x: Any, gradient: Tensor | None, dtype: torch.dtype | None) -> None:
+    """Give a parameter a gradient, for which it may need the dtype that it took gradients in."""
+    x.grad = None
+    if gradient is not None and x.grad_dtype != dtype:
+        x.grad_dtype = dtype
+    x.grad = gradient
 
 
 def _begin(x: Any) -> None:
@@ -183,24 +223,22 @@ def _begin(x: Any) -> None:
 
 
 def _shard_on_paper(p: Any, mode: PaperMode) -> Parameter:
-    old, unreduced = p.sharded_param, next(iter(_unreduced(p)), None)
-    vars(p).pop("_unsharded_param", None)
+    old, whole = p.sharded_param, vars(p).pop("_unsharded_param", None)
     p.device = torch.device("cpu")
     p.sharded_state = type(p.sharded_state).SHARDED
-    p.all_gather_outputs = []
+    p.all_gather_outputs = [mode.emptied(x) for x in p.all_gather_outputs]
     p._sharded_post_forward_param_data = p._sharded_post_forward_param = None
     p._sharded_param_data = mode.like(p._sharded_param_data)
-    if unreduced is not None:
-        unreduced = mode.like(unreduced)
-    if _ACCUMULATED in vars(p):
-        p.unsharded_accumulated_grad = unreduced
-    elif unreduced is not None:
-        p.init_unsharded_param = functools.partial(_gather_with_gradient, p, [unreduced])
+    if (accumulated := vars(p).get(_ACCUMULATED)) is not None:
+        p.unsharded_accumulated_grad = mode.like(accumulated)
     local = p._sharded_param_data.as_strided(p.sharded_size, p.contiguous_sharded_stride)
     new = p.sharded_param = Parameter(p.to_sharded_dtensor(local), requires_grad=old.requires_grad)
     if getattr(p, "_has_sharded_grad_dtype_override", False):
         new.grad_dtype = p.sharded_grad_dtype
     if old.grad is not None:
         new.grad = p.to_sharded_dtensor(mode.like(old.grad._local_tensor))
+    if whole is not None:  # its gradient is reduced also where this step does not gather it
+        p.init_unsharded_param()
+        _set_gradient(p._unsharded_param, None if whole.grad is None else mode.like(whole.grad), whole.grad_dtype)
     p._setattr_on_modules(new)
     return new

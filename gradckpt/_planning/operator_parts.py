@@ -62,7 +62,7 @@ def composite_key(func: Any) -> Any:
     operators that autograd would have taken apart.
     """
     if func.namespace == "fsdp":  # its operators call others, with one kernel for all devices or one for each
-        on_cpu = private.has_kernel_for_key(func.name(), "CPU")
+        on_cpu = private.has_kernel_for_key(func.name(), "CPU")  # torch crashes where the named key has none
         return private.DispatchKey.CPU if on_cpu else private.DispatchKey.CompositeExplicitAutograd
     implicit = private.has_kernel_for_key(func.name(), "CompositeImplicitAutograd")
     if implicit and not private.has_kernel_for_key(func.name(), "CPU"):

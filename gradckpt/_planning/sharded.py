@@ -49,8 +49,8 @@ def reduces(model: Module) -> bool:
 
 @contextlib.contextmanager
 def real_steps(model: Module) -> Iterator[None]:
-    """Let real steps in a ``with`` block leave FSDP1's gradients and the beginning of its hooks."""
-    state = fsdp1.State(model)
+    """Let real steps in a ``with`` block leave FSDP's gradients and the beginning of its hooks."""
+    state = state_of(model)
     state.initialize()
     with state.gradients_set_aside():
         yield

@@ -70,11 +70,15 @@ def test_all_ranks_refuse_a_budget_that_is_too_small(ranks):
             assert rank["refusals"][case].startswith("gradckpt: no plan stays within 1MiB; the smallest budget is ")
 
 
-@of_fsdp1
-def test_planning_leaves_what_fsdp1_has(ranks):
+def test_planning_leaves_what_fsdp_has(ranks):
     for rank in ranks:
         assert all(rank["keeps"]), "gradients, reduced and not, of earlier batches"
         assert all(rank["leaves"]), "its states where a plan fails"
+
+
+@of_fsdp2
+def test_planning_leaves_weights_that_lie_gathered(ranks):
+    assert [rank["gathered"] for rank in ranks] == [[True, True]] * 2
 
 
 @of_fsdp2

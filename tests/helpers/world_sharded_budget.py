@@ -21,6 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import gradckpt
+from gradckpt._planning import fsdp2
 from gradckpt._planning.parameter_walk import ParameterWalk
 
 LAYERS = 4
@@ -57,9 +58,10 @@ def local_gradients(net):
     return {name: getattr(p.grad, "_local_tensor", p.grad) for name, p in net.named_parameters()}
 
 
-def gradients(net):
+def gradients(net, end):
     net.zero_grad()
     net(X).backward()
+    end()
     found = local_gradients(net)
     net.zero_grad()
     return found
@@ -82,20 +84,23 @@ def peak(step):
     return min(peaks)
 
 
-def planned(net, *budgets):
-    """The plans of a model: options, budget and bytes, and whether gradients stay as they are."""
-    exact = gradients(net)
+def planned(net, *budgets, end=lambda: None):
+    """The plans of a model: options, budget and bytes, and whether gradients stay as they are.
+    ``end``: what a backward's caller calls after it.
+    """
+    exact = gradients(net, end)
 
     def step():
         net.zero_grad()
         net(X).backward()
+        end()
 
     found = []
     for budget in budgets:
         plan = gradckpt.plan(net, (X,), budget=f"activations:{budget}")  # models of FSDP1 live on as other tensors
         with plan.apply(net):
             total = sum(plan.fixed.values()) + peak(step)
-            same = equal(exact, gradients(net))
+            same = equal(exact, gradients(net, end))
         found.append([[region.option.name for region in plan.regions], plan.budget, plan.peak, total, same])
     return found
 
@@ -255,10 +260,13 @@ def keeps_gradients(make):
 
 
 def states_of(net):
-    """What FSDP1 and modules have: the attributes of each, with the content of lists."""
+    """What FSDP and modules have: the attributes of each, with the content of lists."""
     owners = [*net.modules()]
     for unit in FullyShardedDataParallel.fsdp_modules(net):
         owners += [unit._handle, unit._handle.flat_param, unit._exec_order_data]
+    second = fsdp2.State(net)
+    owners += [*second.states, *second.groups, *second.parameters, *second._contexts()]
+    owners += [x for p in second.parameters for x in (p.sharded_param, p._unsharded_param)]
     tables = [vars(owner) for owner in owners] + [module._parameters for module in net.modules()]
     listed = [[(key, *(x if isinstance(x, list) else [x])) for key, x in table.items()] for table in tables]
     return [*listed, [(p, p.grad, p.data_ptr(), p._version) for p in owners if isinstance(p, nn.Parameter)]]
@@ -281,7 +289,33 @@ def leaves_states(make):
     return is_same(before, after)
 
 
+def gathered(reshards):
+    """Whether a model has its weights after a plan that found some of them gathered."""
+    net = sharded()
+    before = {name: x._local_tensor.clone() for name, x in net.state_dict().items()}
+    net.set_reshard_after_backward(reshards)
+    with torch.no_grad():
+        net(X)
+    gradckpt.plan(net, (X,), budget="1GiB")
+    return equal(before, {name: x._local_tensor for name, x in net.state_dict().items()})
+
+
+def finalized_by_the_caller():
+    """Plans of a model whose caller ends the backward, where torch (2.15) has that."""
+    net = sharded()
+    if not hasattr(net, "set_manual_backward_finalization"):
+        return []
+    net.set_manual_backward_finalization(True)
+    return planned(net, "6MiB", end=net.finalize_backward)
+
+
 def fully_sharded():
+    def mixed():
+        return sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+    def replicated():
+        return sharded(mesh=mesh)
+
     with pytest.MonkeyPatch.context() as patch:
         fixed_costs(patch)
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -290,11 +324,15 @@ def fully_sharded():
             "plans": [
                 *planned(sharded(), "4.4MiB", "6MiB", "7.3MiB"),
                 *planned(sharded(reshard_after_forward=False), "6MiB"),
-                *planned(sharded(mesh=mesh), "5.5MiB"),
+                *planned(replicated(), "5.5MiB"),
+                *finalized_by_the_caller(),
             ],
             "another model": len(gradckpt.plan(sharded(Net(2)), (X,), budget="1GiB").regions),
             "walked": walked(),
             "before and after": before_and_after(sharded),
+            "keeps": [keeps_gradients(make) for make in (sharded, mixed, replicated)],
+            "leaves": [leaves_states(make) for make in (sharded, mixed)],
+            "gathered": [gathered(reshards) for reshards in (True, False)],
             "refusals": refusals(),
         }
 
