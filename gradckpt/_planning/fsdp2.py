@@ -96,7 +96,7 @@ class State:
         """Return gradients that no collective has reduced yet."""
         found = [group._partial_reduce_output for group in self.groups]
         for p in self.parameters:
-            found += _unreduced(p)
+            found += [vars(p).get(_ACCUMULATED), getattr(_whole(p), "grad", None)]
         return [x for x in found if x is not None]
 
     def reduces(self) -> bool:
@@ -189,13 +189,6 @@ def _groups(state: Any) -> list[Any]:
 
 def _whole(p: Any) -> Any:
     return getattr(p, "_unsharded_param", None)
-
-
-def _unreduced(p: Any) -> list[Tensor]:
-    """Return the gradients of a whole parameter that wait for a reduction."""
-    whole = _whole(p)
-    found = [vars(p).get(_ACCUMULATED), None if whole is None else whole.grad]
-    return [x for x in found if x is not None]
 
 
 def _set_gradient(x: Any, gradient: Tensor | None, dtype: torch.dtype | None) -> None:

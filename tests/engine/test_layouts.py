@@ -200,7 +200,7 @@ def test_gradients_are_bit_equal(name, dtype):
 
 
 #: Slices that are no views for autograd, of which views are saved.
-FREED = {
+DETACHED = {
     "unsafe_split": lambda x: torch.unsafe_split(x, 31, 0)[1],
     "detach": lambda x: x[1:].detach(),
     "data": lambda x: x[1:].data,
@@ -209,25 +209,24 @@ FREED = {
 
 
 @pytest.mark.parametrize("codec", [*EXACT, "int8"])
-@pytest.mark.parametrize("form", FREED)
+@pytest.mark.parametrize("form", DETACHED)
 def test_views_of_a_slice_that_is_no_view(form, codec):
     """Payloads hold the whole slice; a view of it begins so far from its first value."""
-    config = CompressionConfig(codec, min_numel=0)
-    features, mask = FREED[form](torch.randn(62, 61)), FREED[form](torch.rand(62, 61).lt(0.5))
+    features, mask = DETACHED[form](torch.randn(62, 61)), DETACHED[form](torch.rand(62, 61).lt(0.5))
     x = torch.randn(61, len(features), requires_grad=True)
 
-    def gradients():
-        return torch.autograd.grad((x * features.t()).sum() + x.masked_fill(mask.t(), 0).sum(), x)[0]
+    def losses():
+        return (x * features.t()).sum(), x.masked_fill(mask.t(), 0).sum()
 
-    want = gradients()
-    with gradckpt.compress_saved(config):
-        loss = (x * features.t()).sum(), x.masked_fill(mask.t(), 0).sum()
-    product, masked = (torch.autograd.grad(each, x)[0] for each in loss)
+    want = [torch.autograd.grad(loss, x)[0] for loss in losses()]
+    with gradckpt.compress_saved(CompressionConfig(codec, min_numel=0)):
+        kept = losses()
+    found = [torch.autograd.grad(loss, x)[0] for loss in kept]
+    assert torch.equal(found[1], want[1])
     if codec in EXACT:
-        assert torch.equal(product + masked, want)
+        assert torch.equal(found[0], want[0])
     else:
-        assert (product + masked - want).norm() < 0.05 * want.norm()
-        assert torch.equal(masked, mask.t().logical_not().float())
+        assert (found[0] - want[0]).norm() < 0.05 * want[0].norm()
 
 
 def test_a_tensor_that_was_moved_is_not_shared():

@@ -246,7 +246,7 @@ def check(*options: str) -> int:
 
 @pytest.mark.parametrize("part", ["0/2", "1/2"])
 def test_what_is_kept_does_not_jump(part):
-    assert check("--replayed", "--samples", "2", "--part", part) > 15
+    assert check("--replayed", "--samples", "2", "--part", part) >= 20  # there are 20 with torch 2.15
 
 
 def test_the_tables_have_each_operator_once():
