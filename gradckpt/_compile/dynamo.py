@@ -222,7 +222,7 @@ def _warn_unavailable() -> None:
 def compat_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """Run ``gradckpt.compat.checkpoint`` as Dynamo sees it."""
     kwargs["use_reentrant"] = use_reentrant
-    return _traced(torch_checkpoint.checkpoint, (), function, args, kwargs)
+    return _traced(private.imported_checkpoint, (), function, args, kwargs)
 
 
 # ---- around the backend ----

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C, policies
@@ -115,7 +114,7 @@ def create_selective_checkpoint_contexts(
         policy_or_ops = _policy_for_graph(policy_or_ops)
     if not _TRACES_OURS and traced:
         policy_fn = policy_or_ops if policy is None else asker(_with_discrete(policy))
-        made: Any = torch_checkpoint.create_selective_checkpoint_contexts(policy_fn, allow_cache_entry_mutation)
+        made: Any = private.imported_contexts(policy_fn, allow_cache_entry_mutation)
         return made  # type: ignore[no-any-return]
     global latest
     latest = latest if traced else policy_or_ops if policy is None else policy

@@ -188,7 +188,7 @@ def mutated() -> Exception:
 def no_operator(op: Any) -> Exception:
     """Of an entry of a policy's list that is no overload of an operator."""
     return _raised(
-        lambda: torch_checkpoint.create_selective_checkpoint_contexts([op]),
+        lambda: private.imported_contexts([op]),
         f"a policy lists operators as torch.ops.aten.mm.default, not {op!r}",
         ValueError,
     )

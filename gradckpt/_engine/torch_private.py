@@ -311,6 +311,9 @@ INNER = "_checkpoint_impl" if hasattr(torch.utils.checkpoint, "_checkpoint_impl"
 _inner = {} if INNER is None else {INNER: _copy_of(INNER)}
 torchs_checkpoint = _copy_of("checkpoint", **_inner)
 torchs_sequential = _copy_of("checkpoint_sequential")
+#: Both as they were imported: what Dynamo knows, and what a script may have replaced by ours since.
+imported_checkpoint: Any = torch.utils.checkpoint.checkpoint
+imported_contexts: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts
 #: Whether torch's selective contexts can show saved-tensor hooks what they keep: 2.14.
 hooks_see_kept = "respect_saved_tensors_hooks" in (getattr(torchs_checkpoint, "__kwdefaults__", None) or ())
 
