@@ -274,7 +274,12 @@ def build(name):
 
 
 #: Of models that transformers does not checkpoint; "layer" elsewhere.
-REPEATED = {"SqueezeBertModel": "SqueezeBertModule", "XLMModel": "TransformerFFN"}
+REPEATED = {
+    "SqueezeBertModel": "SqueezeBertModule",
+    "XLMModel": "TransformerFFN",
+    "ConvNextModel": "ConvNextLayer",
+    "ResNetModel": "ResNetBottleNeckLayer",
+}
 
 
 def turn_on(model, setting):
