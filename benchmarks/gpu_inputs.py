@@ -115,6 +115,7 @@ def few(dtype: str) -> Iterator[Case]:
     yield from shapes(dtype, (0, 1, 17, 129, 4097))
     if dtype != "bool":
         yield flat("outliers", outliers(dtype, 3))
+        yield flat("unusual", of_bits(codec_inputs.unusual(dtype, groups=27), dtype))
         yield flat("any bits", any_bits(dtype, 1280))
         yield from noisy(dtype, 3)
 
@@ -133,6 +134,7 @@ def many(dtype: str) -> Iterator[Case]:
     yield flat("outliers", outliers(dtype, 2000))
     for seed in range(20):
         yield flat("hostile", of_bits(codec_inputs.hostile(dtype, seed), dtype))
+        yield flat("unusual", of_bits(codec_inputs.unusual(dtype, seed), dtype))
     yield from noisy(dtype, 2000)
 
 

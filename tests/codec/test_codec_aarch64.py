@@ -49,8 +49,9 @@ def tensors(dtype):
     if dtype == "bool":
         yield from ((np.arange(n, dtype=np.uint8) * 37 % 11 > 4, 1) for n in (1, 7, 128, 129, 4096, 5003))
         return
-    for bits in (codec_inputs.inputs(dtype), codec_inputs.hostile(dtype), codec_inputs.huge_groups(dtype)):
-        yield bits, 1
+    yield codec_inputs.inputs(dtype), 1
+    for inputs in (codec_inputs.hostile, codec_inputs.huge_groups, codec_inputs.unusual):
+        yield inputs(dtype), 1
     for n in (0, 1, 127, 128, 129, 4095, 4097, 20003):
         yield codec_inputs.gaussian(dtype, n, 3.0), 1
     for columns in (3, 64):

@@ -44,11 +44,10 @@ def test_massive_activation(codec, ratio, dtype):
             restored = gradckpt.codecs.encode(x, codec).decode()
     noise = (restored - x)[~huge].double().square().sum()
     assert 10 * torch.log10(x[~huge].double().square().sum() / noise) >= BESIDE_HUGE[codec]
-    exact = {"int4": torch.bfloat16, "int8": x.dtype, "int6": x.dtype}.get(codec)
-    if exact is not None:
-        assert torch.equal(restored[huge], x[huge].to(exact).to(x.dtype))
+    if codec in ("int8", "int6"):
+        assert torch.equal(restored[huge], x[huge])
     else:
-        torch.testing.assert_close(restored[huge], x[huge], rtol=2**-7, atol=0)
+        torch.testing.assert_close(restored[huge], x[huge], rtol=2**-8 if codec == "int4" else 2**-7, atol=0)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int6", "int4"])

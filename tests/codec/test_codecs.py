@@ -104,8 +104,9 @@ def test_oracle_is_sound():
 @every_dtype
 def test_bytes_equal_oracle(codec, dtype, avx512):
     """16-bit dtypes: all 65,536 values under a spread of scales; float32: every binade;
-    with and without escapes."""
-    bits = np.concatenate([codec_inputs.inputs(dtype), *(codec_inputs.hostile(dtype, s) for s in range(4))])
+    with and without escapes; groups that are not ordinary."""
+    hostile = [f(dtype, s) for f in (codec_inputs.hostile, codec_inputs.unusual) for s in range(4)]
+    bits = np.concatenate([codec_inputs.inputs(dtype), *hostile])
     want = oracle.encode(codec, bits, dtype)
     restored = oracle.decode(codec, want, bits.size, dtype)
     for isa in ISAS:
@@ -147,11 +148,28 @@ def test_tails(codec, dtype):
     for isa in ISAS:
         with forced(isa):
             for n in (0, 1, 2, 127, 128, 129, 255, 1000, 2049, 4097):
-                bits = codec_inputs.hostile(dtype, n, groups=40)[-n or 5120 :][:n]
+                for inputs in (codec_inputs.hostile, codec_inputs.unusual):
+                    bits = inputs(dtype, n, groups=40)[-n or 5120 :][:n]
+                    payload = gradckpt.codecs.encode(tensor(bits, dtype), codec)
+                    want = oracle.encode(codec, bits, dtype)
+                    assert_same(payload.data.numpy(), want, f"{isa} n={n}")
+                    assert_same(bits_of(payload.decode()), oracle.decode(codec, want, n, dtype), f"{isa} n={n}")
+
+
+@pytest.mark.parametrize("codec", ["int8", "int6", "int4"])
+@every_dtype
+def test_unusual_tails(codec, dtype):
+    """Groups of 1 to 127 values in every form."""
+    groups = codec_inputs.unusual(dtype, 9, groups=127).reshape(-1, 128)
+    for n, group in enumerate(groups, 1):
+        bits = np.ascontiguousarray(group[:n])
+        want = oracle.encode(codec, bits, dtype)
+        restored = oracle.decode(codec, want, n, dtype)
+        for isa in ISAS:
+            with forced(isa):
                 payload = gradckpt.codecs.encode(tensor(bits, dtype), codec)
-                want = oracle.encode(codec, bits, dtype)
                 assert_same(payload.data.numpy(), want, f"{isa} n={n}")
-                assert_same(bits_of(payload.decode()), oracle.decode(codec, want, n, dtype), f"{isa} n={n}")
+                assert_same(bits_of(payload.decode()), restored, f"{isa} n={n}")
 
 
 @every_grouped

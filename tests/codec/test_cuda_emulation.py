@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from c_structures import Dither
 from cases import case
-from codec_inputs import huge_groups
+from codec_inputs import huge_groups, unusual
 from cuda_kernels import (
     CODECS,
     DTYPES,
@@ -174,6 +174,18 @@ def test_huge_values(kernels, reference, codec, dtype):
 def test_outliers(kernels, reference, codec, dtype):
     for seed in range(3):
         check(kernels, reference, codec, dtype, outliers(dtype, seed=seed))
+
+
+@every_format
+@every_dtype
+def test_groups_that_are_not_ordinary(kernels, reference, codec, dtype):
+    """Of every form; the last group is not full."""
+    for seed in range(2):
+        bits = unusual(dtype, seed, 300)
+        for dither in (None, Dither(5, 6, seed)):
+            with case(seed, dither):
+                check(kernels, reference, codec, dtype, bits[: -37 - 16 * seed], dither=dither)
+        check(kernels, reference, codec, dtype, bits[:2000], 1, *LAYOUTS["permuted"], dither=dither)
 
 
 @every_format

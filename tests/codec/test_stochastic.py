@@ -42,7 +42,7 @@ def assert_same(got, want, what):
 @every_codec
 @every_dtype
 def test_bytes_equal_oracle(codec, dtype, avx512):
-    hostile = [codec_inputs.hostile(dtype, s) for s in range(3)]
+    hostile = [*(codec_inputs.hostile(dtype, s) for s in range(3)), codec_inputs.unusual(dtype)]
     bits = np.concatenate([codec_inputs.inputs(dtype)[: 128 * 900], *hostile, codec_inputs.gaussian(dtype, 128 * 99)])
     noise = oracle.noise_of(bits.size // 128, *KEY)
     want = oracle.encode(codec, bits, dtype, noise)

@@ -136,6 +136,100 @@ def huge_groups(dtype, ks=range(129), seed=9):
     return bits
 
 
+# ---- groups that are not ordinary ----
+
+MASKS = (-100.0, -1e4, -65504.0, -1e9, -1e10, 1e9, -1e30)
+
+
+def some_values(rng):
+    """Gaussian, Laplace or student-t values, or those of an activation function; of any size."""
+    x = rng.standard_normal(128)
+    sets = [x, x, rng.laplace(size=128), rng.standard_t(2, 128), np.maximum(x, 0), np.abs(x), x * (x > -1) - 0.1]
+    e = np.exp(4 * x)
+    return [*sets, e / e.sum()][rng.integers(0, 8)] * 10.0 ** rng.uniform(-4, 4)
+
+
+def with_offset(rng, x):
+    """0.3 to 10,000 times the size of the values."""
+    return x + rng.choice([-1, 1]) * 10.0 ** rng.uniform(-0.5, 4) * x.std()
+
+
+def with_outliers(rng, x):
+    """1 to 9 of 3 to 10^6 times the size of the values: any, equal, nearly so, each a tenth of
+    the one before."""
+    n = rng.integers(1, 10)
+    size = 10.0 ** rng.uniform(0.5, 6, n)
+    size = [size, np.full(n, size[0]), size[0] * rng.uniform(0.9, 1.1, n), size[0] * 0.1 ** np.arange(n)]
+    sign = rng.choice([-1, 1], n) if rng.random() < 0.7 else 1
+    return placed(rng, x, size[rng.integers(0, 4)] * sign * x.std())
+
+
+def masked(rng, x):
+    """1 to 128 values filled, or added to."""
+    mask = np.full(rng.choice([1, 2, 127, 128, rng.integers(1, 129)]), rng.choice(MASKS))
+    mask = mask * rng.uniform(0.5, 2, mask.size) if rng.random() < 0.1 else mask
+    return placed(rng, x, mask)
+
+
+def placed(rng, x, values):
+    at = rng.permutation(128)[: len(values)]
+    x = x.copy()
+    x[at] = values if rng.random() < 0.5 else x[at] + values
+    return x
+
+
+def two_clusters(rng, x):
+    """Of any sizes and spreads, each perhaps a single value."""
+    spread = 10.0 ** rng.uniform(-7, 2, 2) * (rng.random(2) < 0.8)
+    middle = rng.standard_normal(2) * 10.0 ** rng.uniform(-1, 4, 2) * (rng.random(2) < 0.9)
+    y = rng.standard_normal((2, 128)) * spread[:, None] + middle[:, None]
+    return np.where(rng.random(128) < rng.choice([0.5, 0.03, 0.97]), *y) * 10.0 ** rng.uniform(-5, 5)
+
+
+def sparse(rng, x):
+    """Few values beside zeros of both signs."""
+    return np.where(rng.random(128) < rng.choice([0.01, 0.05, 0.5]), x, rng.choice([0.0, -0.0], 128))
+
+
+def alike(rng, x):
+    """One value or two, or a ramp; values of few kinds."""
+    ramp = np.arange(128.0) + rng.integers(-200, 200)
+    return [np.full(128, x[0]), np.where(x > 0, x[0], x[1]), ramp, np.round(x / x.std() * 3)][rng.integers(0, 4)]
+
+
+def faint(rng, x):
+    """About 2^-80, where values are scaled, and subnormal ones."""
+    return x / max(np.abs(x).max(), 1e-9) * 2.0 ** rng.choice([rng.uniform(-92, -74), rng.uniform(-150, -80)])
+
+
+def with_escapes(rng, x, dtype):
+    """Some of NaN, infinities and the dtype's limits, once or often."""
+    top = float(oracle.MAX[dtype])
+    chosen = rng.permutation([np.nan, np.inf, -np.inf, top, -top])[: rng.integers(1, 6)]
+    out = x.copy()
+    n = rng.choice([1, 2, 5, rng.integers(1, 129)])
+    out[rng.permutation(128)[:n]] = rng.choice(chosen, n)
+    return out
+
+
+def unusual(dtype, seed=0, groups=700):
+    """Groups of all forms of rotated codecs; some of several of these kinds."""
+    rng = np.random.default_rng([14, seed])
+    changes = [with_offset, with_outliers, masked, masked, two_clusters, two_clusters, sparse, alike, faint]
+    out = np.empty((groups, 128))
+    limit = float(oracle.LIMIT[dtype])
+    with np.errstate(all="ignore"):
+        for g in range(groups):
+            x = changes[g % 9](rng, some_values(rng))
+            if g % 5 == 0:
+                x = changes[rng.integers(0, 9)](rng, x)
+            if g % 3 == 0 and np.abs(x).max() > limit:
+                x *= limit / np.abs(x).max()
+            x = np.clip(x, -limit, limit)
+            out[g] = with_escapes(rng, x, dtype) if g % 7 == 0 else x
+        return oracle.to_bits(out.astype(np.float32).ravel(), dtype)
+
+
 # ---- sets on which signal to noise is measured ----
 
 #: Gaussian and Laplace values; R: channels and tokens of lognormal size;

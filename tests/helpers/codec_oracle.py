@@ -7,15 +7,15 @@ the bits of their dtype; noise is uint16 [G, 128], None: to nearest.
 """
 
 import importlib.util
-import math
 
 import direct_oracle
 import numpy as np
+from oracle_centred import centre, decode_centred, encode_centred
+from oracle_classes import decode_classes, encode_classes, plain_or_clusters, two_classes
 from oracle_rotation import (
     HADAMARD,
     STAGES,
     decode_int4,
-    decode_outlier,
     decode_rotated,
     encode_int4,
     encode_rotated,
@@ -33,6 +33,7 @@ from oracle_values import (
     WORDS,
     WORDS_BESIDE,
     Fp8,
+    kind,
     pack,
     power,
     to_bits,
@@ -107,17 +108,6 @@ def noise_of(groups, seed, step, tensor, first=0):
 # ---- groups ----
 
 
-def kind(v, dtype):
-    """0 NaN, 1 +Inf, 2 -Inf, 3 +MAX, 4 -MAX, 5 another escape, -1 none."""
-    if math.isnan(v):
-        return 0
-    if math.isinf(v):
-        return 2 if v < 0 else 1
-    if abs(v) == MAX[dtype]:
-        return 4 if v < 0 else 3
-    return 5 if abs(v) > LIMIT[dtype] else -1
-
-
 def encode_table(codec, x, dtype, amax):
     """Form B: 128 codes of fewer bits, the step, a table of values."""
     bits, half, kinds, size, offset = form_b(codec)
@@ -182,22 +172,71 @@ def encode_unrotated(codec, x, dtype, escaped, noise=None):
     return packed, scales.astype(np.uint16)
 
 
+def is_doubtful(codec, x, stored, amax, words):
+    """Groups that another form may suit better."""
+    largest = np.abs(x).max(axis=1)
+    negative = np.signbit(x[:, :32]).sum(axis=1)
+    far = (F32(4) * np.abs(x) >= largest[:, None]).sum(axis=1)
+    one_sided = F32(4) * np.minimum(x.max(axis=1, initial=0), -x.min(axis=1, initial=0)) < largest
+    peaked, flat = amax > F32(20) * largest, amax < F32(9) * largest
+    out = (negative < 8) | (negative > 24) | one_sided | peaked | (flat & (far <= 8))
+    return out | is_lost(codec, stored, words)
+
+
+def is_lost(codec, stored, words):
+    """int4: is the step of the rest less than that of field 1?"""
+    least = np.maximum((words[:, -1].astype(np.int64) >> 7 & 255) - 5, 0) * 16
+    return (stored >> 3 < least) if codec == "int4" else np.zeros(len(words), bool)
+
+
+def encode_doubtful(codec, x, dtype, signs, stored, lost, noise):
+    """(groups that get another form, their packed codes, their words)"""
+    classes = two_classes(codec, x, np.ones_like(x, bool), stored, noisy=noise is not None)
+    centred = centre(codec, x, signs, stored)
+    bound = np.where(lost, F32(np.inf), F32(0.94))
+    if noise is not None:
+        centred.estimate[:] = np.inf
+    exact = (classes.estimate == 0) & (classes.near <= 8) & (centred.estimate == 0)
+    apart = (classes.estimate < bound) & ~(centred.estimate < classes.estimate) & ~exact
+    beside = (centred.estimate < bound) & ~apart
+    packed = np.zeros((len(x), 16 * BITS.get(codec, 8)), np.uint8)
+    words = np.zeros((len(x), WORDS_BESIDE.get(codec, 1)), np.uint16)
+    some = [None if noise is None else noise[rows] for rows in (apart, beside)]
+    packed[apart], words[apart] = encode_classes(codec, classes.of(apart), x[apart], dtype, some[0])
+    codes, words[beside] = encode_centred(codec, centred.of(beside), x[beside], some[1])
+    packed[beside] = pack(codec, codes)
+    return apart | beside, packed, words
+
+
+def encode_other(codec, x, dtype, noise):
+    """Tiny groups, and those with escapes."""
+    packed = np.zeros((len(x), 16 * BITS.get(codec, 8)), np.uint8)
+    words = np.zeros((len(x), WORDS_BESIDE.get(codec, 1)), np.uint16)
+    table = ((np.abs(x) > LIMIT[dtype]) & (np.abs(x) < MAX[dtype])).any(axis=1)
+    for g in np.flatnonzero(table):
+        amax = np.where(np.abs(x[g]) <= LIMIT[dtype], np.abs(x[g]), F32(0)).max()
+        packed[g], words[g] = encode_table(codec, x[g], dtype, amax), [0xFF80, 0x7F80][: words.shape[1]]
+    x, some = x[~table], None if noise is None else noise[~table]
+    groups = plain_or_clusters(codec, x, dtype)
+    packed[~table], words[~table] = encode_classes(codec, groups, x, dtype, some)
+    return packed, words
+
+
 def encode_groups(codec, x, dtype, noise):
     """(packed codes [G, bytes], words beside them [G, 1 or 2])"""
     if codec not in ROTATED:
         codes, scales = encode_unrotated(codec, x, dtype, False, noise)
         return codes, scales[:, None]
-    if codec == "int4":
-        codes, words, other = encode_int4(x, dtype, signs_of(len(x)), noise)
-    else:
-        codes, scales, other = encode_rotated(codec, x, dtype, signs_of(len(x)), noise)
-        words = scales[:, None]
+    signs = signs_of(len(x))
+    ordinary = encode_int4 if codec == "int4" else encode_rotated
+    codes, words, stored, amax, other = ordinary(codec, x, dtype, signs, noise)
     packed = pack(codec, codes)
-    if other.any():
-        packed[other], scales = encode_unrotated(codec, x[other], dtype, True, None if noise is None else noise[other])
-        words[other, 0] = scales
-        if codec == "int4":
-            words[other, 1] = 0x7F80
+    at = np.flatnonzero(~other & is_doubtful(codec, x, stored, amax, words) & (stored > 0))
+    some, lost = None if noise is None else noise[at], is_lost(codec, stored[at], words[at])
+    chosen, its_packed, its_words = encode_doubtful(codec, x[at], dtype, signs[at], stored[at], lost, some)
+    packed[at[chosen]], words[at[chosen]] = its_packed[chosen], its_words[chosen]
+    some = None if noise is None else noise[other]
+    packed[other], words[other] = encode_other(codec, x[other], dtype, some)
     return packed, words
 
 
@@ -258,16 +297,17 @@ def decode_groups(codec, packed, words, dtype):
     if codec not in ROTATED:
         return decode_unrotated(codec, packed, scales, dtype)
     codes = unpack(codec, packed)
-    other = words[:, 1] & 0x7F80 == 0x7F80 if codec == "int4" else scales >= 0x8000
     signs = signs_of(len(codes))
     out = decode_int4(codes, words, signs) if codec == "int4" else decode_rotated(codec, codes, scales, signs)
-    escape = np.zeros(out.shape, bool)
-    if other.any():
-        out[other], escape[other] = decode_unrotated(codec, packed[other], scales[other], dtype)
-    for g in np.flatnonzero((scales == 0xFF81) & (codec != "int4")):
-        out[g], at = decode_outlier(codec, codes[g], signs[g])
-        escape[g] = np.arange(GROUP) == at
-    return out, escape
+    exact = np.zeros(out.shape, bool)
+    other = words[:, 1] & 0x7F80 == 0x7F80 if codec == "int4" else scales >= 0x8000
+    centred = np.flatnonzero(other & (scales & 1 == 0) & (scales != 0xFF80))
+    out[centred] = decode_centred(codec, codes[centred], words[centred], signs[centred])
+    for g in np.flatnonzero(other & (scales & 1 == 1)):
+        out[g], exact[g] = decode_classes(codec, packed[g], words[g], dtype)
+    for g in np.flatnonzero(other & (scales == 0xFF80)):
+        out[g], exact[g] = decode_table(codec, packed[g], dtype)
+    return out, exact
 
 
 def decode(codec, payload, numel, dtype):

@@ -1,4 +1,4 @@
-"""The rotated formats of the codec oracle: rotation, levels, int6, int4, the outlier form."""
+"""The rotated formats of the codec oracle: rotation, levels, ordinary groups."""
 
 import numpy as np
 from oracle_values import F32, FORMATS, LIMIT, TINY, power, round_up, uniform, upper_half
@@ -138,20 +138,8 @@ def integers(y, inverse):
     return np.rint(y.astype(np.float64) * inverse.astype(np.float64)[:, None]).astype(np.int64)
 
 
-def outlier_group(codec, v, at, y):
-    """128 codes of an outlier group; y: rotated with a zero in place of v."""
-    amax = np.abs(y).max(keepdims=True)
-    stored, inverse = step_of(codec, np.where(amax < TINY, F32(0), amax), None)
-    t = integers(y[None, :], inverse)[0]
-    codes = (t & 255 if codec == "int8" else level_codes(codec, t[None, :], np.array([True]))[0]).astype(np.uint8)
-    outlier = at | int(stored[0]) << 8 | int(F32(v).view(np.uint32)) << 24
-    for b in range(56):
-        codes[b] = (int(codes[b]) & ~1) | (outlier >> b & 1)
-    return codes
-
-
 def encode_rotated(codec, x, dtype, signs, noise=None):
-    """(codes, scales, groups that are encoded otherwise)."""
+    """(codes, words [G, 1], stored steps, amax of y, groups that are tiny or have escapes)"""
     ordinary = (np.abs(x) <= LIMIT[dtype]).all(axis=1)
     x = np.where(ordinary[:, None], x, F32(0))
     y = rotate(x, signs)
@@ -166,14 +154,7 @@ def encode_rotated(codec, x, dtype, signs, noise=None):
         codes = FORMATS["int8"].codes(y, inverse[:, None], np.zeros(len(x), bool), noise)
     codes[stored == 0] = 0
     scales = stored + even
-    most = np.flatnonzero(large >= 124)
-    at = np.argmax(np.abs(x[most]), axis=1)
-    rest = np.where(np.arange(GROUP) == at[:, None], F32(0), x[most])
-    rotated = rotate(rest, signs[most])
-    for i in np.flatnonzero(F32(4) * np.abs(rotated).max(axis=1, initial=0) < amax[most]):
-        codes[most[i]] = outlier_group(codec, x[most[i], at[i]], int(at[i]), rotated[i])
-        scales[most[i]] = 0xFF81
-    return codes, scales.astype(np.uint16), ~ordinary | ((amax > 0) & (amax < TINY))
+    return codes, scales.astype(np.uint16)[:, None], stored, amax, ~ordinary | ((amax > 0) & (amax < TINY))
 
 
 def decode_rotated(codec, codes, scales, signs):
@@ -188,25 +169,11 @@ def unrotate(value, step, signs):
     return signs * ((2 * value @ HADAMARD).astype(F32) * (step * F32(0.5)))
 
 
-def decode_outlier(codec, codes, signs):
-    """One group: 128 values, and where the exact one is."""
-    outlier = sum((int(codes[b]) & 1) << b for b in range(56))
-    if codec == "int8":
-        value = FORMATS["int8"].value(codes)
-        value[:56] = np.floor(value[:56] / 2) * 2 + 0.5
-    else:
-        index = (codes & 31).astype(np.int64)
-        value = np.where(np.arange(128) < 56, 4 * (index & ~1) + 3.5, 4 * index + 1.5) * np.where(codes & 32, -1, 1)
-    out = unrotate(value[None, :], upper_half(outlier >> 8 & 0x7FFF) * power(-32), signs[None, :])[0]
-    out[outlier & 127] = np.uint32(outlier >> 24).view(F32)
-    return out, outlier & 127
-
-
 # ---- int4 ----
 
 
-def encode_int4(x, dtype, signs, noise=None):
-    """(codes, words [G, 2], groups that are encoded otherwise)."""
+def encode_int4(codec, x, dtype, signs, noise=None):
+    """(codes, words [G, 2], stored steps, amax of y, groups that are tiny or have escapes)"""
     rows = np.arange(len(x))
     largest = np.abs(x).max(axis=1)
     other = ~(largest <= LIMIT[dtype]) | ((largest > 0) & (largest < TINY))
@@ -220,7 +187,7 @@ def encode_int4(x, dtype, signs, noise=None):
     rest[rows, at] = 0
     y = rotate(rest, signs)
     amax = np.abs(y).max(axis=1)
-    stored, _ = step_of("int4", amax, noise)
+    stored, _ = step_of(codec, amax, noise)
     low = ((outlier >> 7 & 255) - 5) * 16
     q = stored.astype(np.int64) >> 3
     least = F32(1) / (upper_half(np.maximum(low, 1) << 3) * power(-25))
@@ -229,13 +196,13 @@ def encode_int4(x, dtype, signs, noise=None):
     inverse = np.where(none, F32(0), F32(1) / (upper_half(np.where(none, 1, q) << 3) * power(-25))).astype(F32)
     even = np.zeros(len(x), bool)
     if noise is None:
-        codes = level_codes("int4", integers(y, inverse), even)
+        codes = level_codes(codec, integers(y, inverse), even)
     else:
-        codes = noisy_level_codes("int4", y * inverse[:, None], even, noise)
+        codes = noisy_level_codes(codec, y * inverse[:, None], even, noise)
     codes[none] = 0
     field = np.where(none, 0, q - low + 1)
     words = np.stack([np.where(v == 0, 0, at) << 9 | field, outlier], axis=1)
-    return codes, words.astype(np.uint16), other
+    return codes, words.astype(np.uint16), stored, amax, other
 
 
 def decode_int4(codes, words, signs):

@@ -1,5 +1,6 @@
 """Dtypes, formats and packing of the codec oracle (codec_oracle.py)."""
 
+import math
 from fractions import Fraction
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ WORDS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 #: Largest finite value that is not an escape, and the largest finite value.
 LIMIT = {"float32": F32(1e30), "float16": F32(65472), "bfloat16": F32(float.fromhex("0x1.92p99"))}
 MAX = {"float32": np.finfo(F32).max, "float16": F32(65504), "bfloat16": F32(float.fromhex("0x1.fep127"))}
-TINY, LARGE = F32(2.0**-80), F32(2.0**13)
+TINY, LARGE, LEAST = F32(2.0**-80), F32(2.0**13), F32(2.0**-110)
 
 
 # ---- dtypes ----
@@ -36,6 +37,31 @@ def to_bits(values, dtype):
             return values.astype(np.float16).view(np.uint16)
     wide = values.view(np.uint32).astype(np.uint64)
     return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def bits_of(values):
+    return np.asarray(values, F32).view(np.uint32)
+
+
+def bfloat16(values):
+    """float32, rounded to the values of bfloat16."""
+    return to_float(to_bits(np.asarray(values, F32), "bfloat16"), "bfloat16")
+
+
+def exponent_of(values):
+    """floor(log2), of 0 some number."""
+    return np.frexp(values.astype(np.float64))[1] - 1
+
+
+def kind(v, dtype):
+    """0 NaN, 1 +Inf, 2 -Inf, 3 +MAX, 4 -MAX, 5 another escape, -1 none."""
+    if math.isnan(v):
+        return 0
+    if math.isinf(v):
+        return 2 if v < 0 else 1
+    if abs(v) == MAX[dtype]:
+        return 4 if v < 0 else 3
+    return 5 if abs(v) > LIMIT[dtype] else -1
 
 
 # ---- FP8 by table ----
@@ -135,6 +161,8 @@ FORMATS = {
 }
 BITS = {"int6": 6, "int4": 4}
 WORDS_BESIDE = {"int4": 2}
+#: Bits of a header that lie in the words beside the codes.
+BESIDE = {"int4": 8}
 ROTATED = ("int8", "int6", "int4")
 
 
@@ -150,6 +178,10 @@ def round_up(t, dropped):
 
 def power(exponent):
     return F32(2.0**exponent)
+
+
+def power_of(exponents):
+    return np.ldexp(1.0, exponents).astype(F32)
 
 
 def upper_half(stored):
@@ -169,7 +201,8 @@ def pack(codec, codes):
     bits = BITS.get(codec, 8)
     rows = bit_rows(codes.astype(np.uint8), bits)
     parts = [rows] if bits != 6 else [rows[:, :, :4], rows[:, :, 4:]]
-    return np.concatenate([np.packbits(p.reshape(len(p), -1), axis=1, bitorder="little") for p in parts], axis=1)
+    fields = [p.reshape(len(p), GROUP * p.shape[2]) for p in parts]
+    return np.concatenate([np.packbits(f, axis=1, bitorder="little") for f in fields], axis=1)
 
 
 def unpack(codec, packed):
@@ -178,3 +211,58 @@ def unpack(codec, packed):
     if bits == 6:
         rows = np.concatenate([rows[:, :512].reshape(-1, 128, 4), rows[:, 512:].reshape(-1, 128, 2)], axis=2)
     return (rows.reshape(-1, 128, bits).astype(np.int64) << np.arange(bits)).sum(axis=2).astype(np.uint8)
+
+
+# ---- groups that are not ordinary ----
+
+
+class Groups:
+    """A dataclass of arrays whose rows are groups."""
+
+    def of(self, rows):
+        return type(self)(*(value[rows] for value in vars(self).values()))
+
+    def where(self, condition, other):
+        """These groups where the condition holds, else the others."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(np.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs))
+
+
+class Fields:
+    """A number of bit fields, the first one lowest."""
+
+    def __init__(self):
+        self.number = self.bits = 0
+
+    def add(self, value, bits):
+        assert 0 <= int(value) < 1 << bits
+        self.number |= int(value) << self.bits
+        self.bits += bits
+        return self
+
+
+class Reader:
+    """Bit fields of a number."""
+
+    def __init__(self, number):
+        self.number, self.taken = number, 0
+
+    def take(self, bits):
+        value = self.number >> self.taken & ((1 << bits) - 1)
+        self.taken += bits
+        return value
+
+
+def split(codec, scale, header):
+    """(words beside the codes, the header's bits that lie in the codes, how many)"""
+    if codec != "int4":
+        return [scale], header.number, header.bits
+    first = header.number & 255
+    return [scale, 0x7F80 | first & 127 | first >> 7 << 15], header.number >> 8, max(header.bits - 8, 0)
+
+
+def join(codec, words, number):
+    """The header, of its bits in the codes and the words beside them."""
+    if codec != "int4":
+        return number
+    return number << 8 | int(words[1]) & 127 | int(words[1]) >> 15 << 7

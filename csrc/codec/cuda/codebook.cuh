@@ -100,6 +100,13 @@ GCK_LANE_FN void from_nibbles(uint32_t nibbles, uint32_t &lower, uint32_t &upper
     upper = __byte_perm(even, odd, 0x7362);
 }
 
+/* int4's codes, a byte each, to levels. */
+GCK_LANE_FN void int4_levels_of_bytes(uint32_t (&codes)[4])
+{
+    int4_levels(to_nibbles(codes[0], codes[1]), codes[0], codes[1]);
+    int4_levels(to_nibbles(codes[2], codes[3]), codes[2], codes[3]);
+}
+
 /* Bits 4 and 5 of four bytes, one after the other, as the highest byte; and one byte of
  * them to bits 4 and 5. */
 GCK_LANE_FN uint32_t to_upper_bits(uint32_t codes) { return (codes >> 4 & four(3)) * 0x01041040u; }

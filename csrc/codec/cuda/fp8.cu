@@ -1,5 +1,5 @@
 /* fp8.cu: device kernels of fp8_e4m3 and fp8_e5m2. */
-#include "codec/cuda/group_kernels.cuh"
+#include "codec/cuda/unusual.cuh"
 
 /* 2^120 for E4M3, 2^112 for E5M2: from gck_fp8_code()'s scaled values back to FP8's own. */
 template <gck_format FORMAT>
@@ -68,12 +68,6 @@ GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dit
     return bits > gck_limit(x.dtype());
 }
 
-template <gck_format FORMAT, typename VIEW>
-GCK_LANE_FN answer reconsider(const VIEW &, int64_t, uint32_t doubt, share<FORMAT> &)
-{
-    return doubt != 0 ? ODD : RIGHT;
-}
-
 /* The values of the codes in bits 8 j and 8 j + 8 of a word, j even: exact. */
 template <gck_format FORMAT>
 GCK_LANE_FN void two_values(uint32_t word, int upper, float *a, float *b)
@@ -99,12 +93,6 @@ GCK_LANE_FN void lane_decode(const share<FORMAT> &s, int64_t, float (&v)[VALUES]
         v[j] = gck_times_step(FORMAT, v[j], s.side & 0x7FFFu);
         v[j + 1] = gck_times_step(FORMAT, v[j + 1], s.side & 0x7FFFu);
     }
-}
-
-template <gck_format FORMAT>
-GCK_LANE_FN answer lane_decode_unusual(const share<FORMAT> &s, int64_t, float (&)[VALUES])
-{
-    return is_ordinary<FORMAT>(s.side) ? RIGHT : ODD;
 }
 
 GCK_GROUP_CODEC_CUDA(fp8_e4m3, GCK_E4M3)

@@ -1,7 +1,7 @@
 /* group_kernels.cuh: kernels of the group codecs; group.h is the format.
  *
- * A .cu file includes this, defines lane_encode(), reconsider(), lane_decode() and
- * lane_decode_unusual() for its formats, and names its codecs by GCK_GROUP_CODEC_CUDA(). */
+ * A .cu file includes this, defines lane_encode() and lane_decode() for its formats, and names its codecs by
+ * GCK_GROUP_CODEC_CUDA().  Of rotated formats unusual.cuh has the rest. */
 #ifndef GRADCKPT_GROUP_KERNELS_CUH
 #define GRADCKPT_GROUP_KERNELS_CUH
 
@@ -10,33 +10,45 @@
 /* ---- what a format does ---- */
 
 /* The 16 values from i on to a lane's share.  Called by all lanes of a warp.  0 when the
- * group is ordinary; else what reconsider() wants to know: the same in its 8 lanes. */
+ * group is ordinary; else what encode_unusual() wants to know: the same in its 8 lanes. */
 template <gck_format FORMAT, bool NOISY, typename VIEW>
 GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dither, share<FORMAT> &s);
-
-/* Of a warp with such a group: was the share right, is this a better one, or must one lane
- * alone encode the group? */
-enum answer { RIGHT, BETTER, ODD };
-template <gck_format FORMAT, typename VIEW>
-GCK_LANE_FN answer reconsider(const VIEW &x, int64_t i, uint32_t doubt, share<FORMAT> &s);
 
 /* The values of ordinary group g of its tensor. */
 template <gck_format FORMAT>
 GCK_LANE_FN void lane_decode(const share<FORMAT> &s, int64_t g, float (&v)[VALUES]);
 
-/* Of a warp with a group that is not: RIGHT for an ordinary one, BETTER with the values, ODD. */
-template <gck_format FORMAT>
-GCK_LANE_FN answer lane_decode_unusual(const share<FORMAT> &s, int64_t g, float (&v)[VALUES]);
+/* The last thing that a warp does which has a group that is not ordinary, or perhaps not.  The steps are functions
+ * that are not inlined, so that the usual warps keep their registers to themselves, and called by the kernel
+ * itself, which has nothing to save for them but what is in memory. */
+template <gck_format FORMAT, bool NOISY, typename WORK>
+GCK_LANE_FN void encode_unusual(const WORK &work, uint32_t doubt);
+template <gck_format FORMAT, typename WORK>
+GCK_LANE_FN void decode_unusual(const WORK &work);
 
 template <gck_format FORMAT>
 GCK_LANE_FN bool is_ordinary(uint32_t side)
 {
-    return FORMAT == GCK_INT4 ? (side >> 16 & 0x7F80u) != GCK_INT4_UNROTATED : (side & GCK_ESC) == 0;
+    return FORMAT == GCK_INT4 ? (side >> 16 & GCK_INT4_UNUSUAL) != GCK_INT4_UNUSUAL : (side & GCK_ESC) == 0;
+}
+
+/* Of a group: RIGHT: it is ordinary, or the share that is stored already was right; BETTER: another one of rotated
+ * codes; NUMBERS: of classes; ODD: one lane alone does it. */
+enum answer { RIGHT, BETTER, NUMBERS, ODD };
+
+template <gck_format FORMAT>
+GCK_LANE_FN answer form_of(const uint16_t *side)
+{
+    const uint32_t scale = __ldg(side), beside = gck_side_words(FORMAT) == 2 ? __ldg(side + 1) : 0u;
+
+    return is_ordinary<FORMAT>(scale | beside << 16) ? RIGHT
+        : !gck_is_rotated(FORMAT) || scale == GCK_ESC_TABLE ? ODD : scale & GCK_UNROTATED ? NUMBERS : BETTER;
 }
 
 /* ---- odd groups: one lane, the reference, memory only ----
  *
- * They hold escapes (masks merged into biases) or are tiny: slow, but right. */
+ * They hold finite values beyond 1e30, or, where nothing is rotated, any escapes (masks merged into biases),
+ * or are tiny: slow, but right. */
 
 GCK_LANE_FN void copy_value(gck_dtype dtype, void *to, int i, const void *from, int j)
 {
@@ -87,22 +99,31 @@ GCK_LANE_FN int count_of(int64_t numel, int64_t g)
     return numel - g * GCK_GROUP < GCK_GROUP ? (int)(numel - g * GCK_GROUP) : GCK_GROUP;
 }
 
-/* Called by one lane: its group in an odd form. */
+/* Called by one lane: its group in an odd form; amax: of what does not escape, for rotated formats.  And back, if
+ * it has such a form. */
 template <gck_format FORMAT, bool NOISY, typename WORK>
-static __device__ __noinline__ void encode_odd(const WORK &work)
+static __device__ __noinline__ void encode_odd(const WORK &work, float amax)
 {
     unsigned block;
     const auto &job = job_of_block(work, &block);
     const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
     const int count = count_of(job.x.numel, g);
-    uint16_t *noise = NULL;
+    uint8_t *codes = codes_of<FORMAT>(job.payload, g);
+    uint16_t *side = side_of<FORMAT>(job.payload, ngroups, g);
+    const void *x = side_by_side(job.x, g, count, true);
 
-    if constexpr (NOISY) {
-        noise = scratch<uint16_t>();
-        gck_noise_of_group(&job.dither, g, noise);
+    if constexpr (gck_is_rotated(FORMAT)) {
+        gck_encode_table(FORMAT, x, job.x.dtype(), count, amax, codes);
+        gck_put_unusual(FORMAT, side, GCK_ESC_TABLE, 0u);
+    } else {
+        uint16_t *noise = NULL;
+        (void)amax;
+        if constexpr (NOISY) {
+            noise = scratch<uint16_t>();
+            gck_noise_of_group(&job.dither, g, noise);
+        }
+        gck_encode_unrotated(FORMAT, x, job.x.dtype(), count, noise, codes, side);
     }
-    gck_encode_unrotated(FORMAT, side_by_side(job.x, g, count, true), job.x.dtype(), count, gck_is_rotated(FORMAT),
-                         noise, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g));
 }
 
 template <gck_format FORMAT, typename WORK>
@@ -112,31 +133,18 @@ static __device__ __noinline__ void decode_odd(const WORK &work)
     const auto &job = job_of_block(work, &block);
     const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
     const int count = count_of(job.x.numel, g);
+    const uint8_t *codes = codes_of<FORMAT>(job.payload, g);
     void *values = side_by_side(job.x, g, count, false);
 
-    gck_decode_unrotated(FORMAT, codes_of<FORMAT>(job.payload, g), *side_of<FORMAT>(job.payload, ngroups, g), values,
-                         job.x.dtype(), count);
+    if (g >= ngroups || form_of<FORMAT>(side_of<FORMAT>(job.payload, ngroups, g)) != ODD) {
+        return;
+    }
+    if constexpr (gck_is_rotated(FORMAT)) {
+        gck_decode_table(FORMAT, codes, values, job.x.dtype(), count);
+    } else {
+        gck_decode_unrotated(FORMAT, codes, *side_of<FORMAT>(job.payload, ngroups, g), values, job.x.dtype(), count);
+    }
     spread(job.x, g, count, values);
-}
-
-/* The last thing a warp does, so that the usual ones keep their registers to themselves. */
-template <gck_format FORMAT, bool NOISY, typename WORK>
-static __device__ __noinline__ void encode_unusual(const WORK &work, uint32_t doubt)
-{
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
-    const int lane = (int)threadIdx.x % LANES;
-    share<FORMAT> s;
-
-    const answer found = reconsider<FORMAT>(job.x, g * GCK_GROUP + lane * VALUES, doubt, s);
-    if (g < ngroups && found == BETTER) {
-        store_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
-    }
-    __syncwarp(ALL_LANES);                         /* one lane overwrites what eight have stored */
-    if (g < ngroups && found == ODD && lane == 0) {
-        encode_odd<FORMAT, NOISY>(work);
-    }
 }
 
 template <gck_format FORMAT, bool NOISY, typename WORK>
@@ -155,28 +163,6 @@ encode_kernel(const __grid_constant__ WORK work)
     }
     if (__ballot_sync(ALL_LANES, doubt != 0) != 0) {
         encode_unusual<FORMAT, NOISY>(work, doubt);
-    }
-}
-
-template <gck_format FORMAT, typename WORK>
-static __device__ __noinline__ void decode_unusual(const WORK &work)
-{
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
-    const int lane = (int)threadIdx.x % LANES;
-    share<FORMAT> s = {};
-    float v[VALUES];
-
-    if (g < ngroups) {
-        load_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
-    }
-    const answer found = lane_decode_unusual<FORMAT>(s, g, v);
-    if (g < ngroups && found == BETTER) {
-        store_values(job.x, g * GCK_GROUP + lane * VALUES, v);
-    }
-    if (g < ngroups && found == ODD && lane == 0) {
-        decode_odd<FORMAT>(work);
     }
 }
 

@@ -1,6 +1,5 @@
 /* int4.cu: device kernels of int4. */
-#include "codec/cuda/group_kernels.cuh"
-#include "codec/cuda/rotate.cuh"
+#include "codec/cuda/rotated.cuh"
 
 /* The noise of value `at` of a group whose first value is `first`. */
 GCK_LANE_FN int noise_of_value(const gck_dither &dither, int64_t first, int at)
@@ -12,7 +11,6 @@ GCK_LANE_FN int noise_of_value(const gck_dither &dither, int64_t first, int at)
     return (int)(two >> (16 * (at & 1)) & 0xFFFFu);
 }
 
-/* gck_encode_int4(). */
 template <gck_format FORMAT, bool NOISY, typename VIEW>
 GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dither, share<FORMAT> &s)
 {
@@ -20,11 +18,11 @@ GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dit
     uint32_t codes[4] = {};
     float y[VALUES], taken;
 
-    load_values(x, i, y);
-    const uint32_t largest = group_max(lane_amax(y));
+    const looks seen = load_and_look(x, i, y);
+    const sizes size = sizes_of(seen, y);
+    const uint32_t largest = gck_bits(size.larger);
     const int at = take_largest(y, largest, &taken);
     const uint32_t outlier = gck_int4_outlier(taken, NOISY ? noise_of_value(dither, first, at) : GCK_NEAREST);
-    const bool unusual = largest > gck_limit(x.dtype()) || (largest > 0 && gck_float(largest) < GCK_TINY);
     s.side = largest == 0 ? 0u : (uint32_t)at << 9 | outlier << 16;
 
     rotate(y, i / GCK_GROUP);
@@ -34,26 +32,13 @@ GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dit
     const uint32_t stored = wanted < low ? low : wanted;
     const float inv = amax == 0 ? 0.f : gck_inverse(FORMAT, 0, stored);
     const bool kept = amax != 0 && (wanted >= low || gck_float(amax) * inv >= GCK_INT4_LOST);
-    if constexpr (NOISY) {
-        for_each_noise<NOISY>(dither, i, [&](int j, int noise) {
-            codes[j / 4] |= (uint32_t)gck_level_code_noisy(FORMAT, 0, y[j], inv, noise) << (8 * (j % 4));
-        });
-    } else {
+    if constexpr (!NOISY) {
         integers(y, inv, codes);
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
-            codes[w] = level_codes<FORMAT>(codes[w], 0);
-        }
     }
+    to_codes<FORMAT, NOISY>(y, inv, 0, dither, i, codes);
     pack_codes<FORMAT>(codes, kept, s);
     s.side |= kept ? ((stored - low) >> 3) + 1u : 0u;
-    return unusual;
-}
-
-template <gck_format FORMAT, typename VIEW>
-GCK_LANE_FN answer reconsider(const VIEW &, int64_t, uint32_t doubt, share<FORMAT> &)
-{
-    return doubt != 0 ? ODD : RIGHT;
+    return doubt_of<FORMAT>(size, (uint32_t)lanes_sum((int)size.counts), amax, amax != 0 && wanted < low, x.dtype());
 }
 
 template <gck_format FORMAT>
@@ -74,12 +59,6 @@ GCK_LANE_FN void lane_decode(const share<FORMAT> &s, int64_t g, float (&v)[VALUE
     for (int j = 0; j < VALUES; j++) {
         v[j] = lane * VALUES + j == at ? gck_float(s.side >> 16 << 16) : v[j];
     }
-}
-
-template <gck_format FORMAT>
-GCK_LANE_FN answer lane_decode_unusual(const share<FORMAT> &s, int64_t, float (&)[VALUES])
-{
-    return is_ordinary<FORMAT>(s.side) ? RIGHT : ODD;
 }
 
 GCK_GROUP_CODEC_CUDA(int4, GCK_INT4)

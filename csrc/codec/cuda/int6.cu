@@ -1,5 +1,5 @@
 /* int6.cu: device kernels of int6. */
-#include "codec/cuda/outlier.cuh"
+#include "codec/cuda/rotated.cuh"
 
 template <gck_format FORMAT, bool NOISY, typename VIEW>
 GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dither, share<FORMAT> &s)
@@ -7,22 +7,10 @@ GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dit
     return encode_rotated<FORMAT, NOISY>(x, i, dither, s);
 }
 
-template <gck_format FORMAT, typename VIEW>
-GCK_LANE_FN answer reconsider(const VIEW &x, int64_t i, uint32_t doubt, share<FORMAT> &s)
-{
-    return reconsider_rotated<FORMAT>(x, i, doubt, s);
-}
-
 template <gck_format FORMAT>
 GCK_LANE_FN void lane_decode(const share<FORMAT> &s, int64_t g, float (&v)[VALUES])
 {
     decode_rotated<FORMAT>(s, g, v);
-}
-
-template <gck_format FORMAT>
-GCK_LANE_FN answer lane_decode_unusual(const share<FORMAT> &s, int64_t g, float (&v)[VALUES])
-{
-    return decode_outlier<FORMAT>(s, g, v);
 }
 
 GCK_GROUP_CODEC_CUDA(int6, GCK_INT6)

@@ -1,5 +1,5 @@
 /* int8.cu: device kernels of int8 (rotated) and int8_plain. */
-#include "codec/cuda/outlier.cuh"
+#include "codec/cuda/rotated.cuh"
 
 template <gck_format FORMAT, bool NOISY, typename VIEW>
 GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dither, share<FORMAT> &s)
@@ -26,16 +26,6 @@ GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dit
     }
 }
 
-template <gck_format FORMAT, typename VIEW>
-GCK_LANE_FN answer reconsider(const VIEW &x, int64_t i, uint32_t doubt, share<FORMAT> &s)
-{
-    if constexpr (FORMAT == GCK_INT8) {
-        return reconsider_rotated<FORMAT>(x, i, doubt, s);
-    } else {
-        return doubt != 0 ? ODD : RIGHT;
-    }
-}
-
 template <gck_format FORMAT>
 GCK_LANE_FN void lane_decode(const share<FORMAT> &s, int64_t g, float (&v)[VALUES])
 {
@@ -47,17 +37,6 @@ GCK_LANE_FN void lane_decode(const share<FORMAT> &s, int64_t g, float (&v)[VALUE
         for (int j = 0; j < VALUES; j++) {
             v[j] = gck_times_step(FORMAT, (float)(int8_t)(s.word[j / 4] >> (8 * (j % 4))), s.side & 0x7FFFu);
         }
-    }
-}
-
-template <gck_format FORMAT>
-GCK_LANE_FN answer lane_decode_unusual(const share<FORMAT> &s, int64_t g, float (&v)[VALUES])
-{
-    if constexpr (FORMAT == GCK_INT8) {
-        return decode_outlier<FORMAT>(s, g, v);
-    } else {
-        (void)g;
-        return is_ordinary<FORMAT>(s.side) ? RIGHT : ODD;
     }
 }
 

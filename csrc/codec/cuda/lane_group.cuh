@@ -8,11 +8,13 @@
 
 /* Contiguous values: the compiler knows the dtype. */
 template <gck_dtype DTYPE> struct typed : dense<typename element<DTYPE>::type> {
+    enum { WORDS = DTYPE == GCK_F32 ? VALUES : VALUES / 2 };           /* of a lane's values */
     __device__ constexpr gck_dtype dtype(void) const { return DTYPE; }
 };
 
 /* Values with strides, which count bytes.  One kernel for all dtypes: latency bounds it. */
 struct untyped : strided<uint8_t> {
+    enum { WORDS = VALUES };
     gck_dtype kind;
 
     __device__ gck_dtype dtype(void) const { return kind; }
@@ -86,13 +88,16 @@ GCK_LANE_FN uint32_t pack_halves(float lower, float upper)
 #endif
 }
 
-/* Values i .. i + 15 of x; zeros past its end. */
-template <gck_dtype DTYPE>
-GCK_LANE_FN void load_values(const typed<DTYPE> &x, int64_t i, float (&v)[VALUES])
+/* Values i .. i + 15 of x as they lie in memory; zeros past its end. */
+template <gck_dtype DTYPE, int WORDS>
+GCK_LANE_FN void load_words(const typed<DTYPE> &x, int64_t i, uint32_t (&w)[WORDS])
 {
-    constexpr int WORDS = DTYPE == GCK_F32 ? VALUES : VALUES / 2;
-    uint32_t w[WORDS] = {};
+    constexpr int EACH = VALUES / WORDS;
 
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) {
+        w[k] = 0;
+    }
     if (by_vectors(x, i)) {
 #pragma unroll
         for (int k = 0; k < WORDS; k += 4) {
@@ -104,13 +109,89 @@ GCK_LANE_FN void load_values(const typed<DTYPE> &x, int64_t i, float (&v)[VALUES
             if constexpr (DTYPE == GCK_F32) {
                 w[j] = gck_bits(*at);
             } else {
-                w[j / 2] |= (uint32_t)*at << (16 * (j % 2));
+                w[j / EACH] |= (uint32_t)*at << (16 * (j % EACH));
             }
         });
     }
+}
+
+template <gck_dtype DTYPE, int WORDS>
+GCK_LANE_FN void values_of_words(const uint32_t (&w)[WORDS], float (&v)[VALUES])
+{
 #pragma unroll
     for (int j = 0; j < VALUES; j++) {
         v[j] = DTYPE == GCK_F32 ? gck_float(w[j * WORDS / VALUES]) : half_value<DTYPE>(w[j * WORDS / VALUES], j % 2);
+    }
+}
+
+template <gck_dtype DTYPE>
+GCK_LANE_FN void load_values(const typed<DTYPE> &x, int64_t i, float (&v)[VALUES])
+{
+    uint32_t w[typed<DTYPE>::WORDS];
+
+    load_words(x, i, w);
+    values_of_words<DTYPE>(w, v);
+}
+
+/* What a lane sees of its values as it loads them: max x and min x, 0 if that lies beyond, without NaN; how
+ * many are negative, -0 too. */
+struct looks {
+    float    high, low;
+    uint32_t negative;
+};
+
+GCK_LANE_FN looks look_at(const float (&v)[VALUES])
+{
+    looks seen = {0.f, 0.f, 0u};
+
+#pragma unroll
+    for (int j = 0; j < VALUES; j++) {
+        seen.high = fmaxf(seen.high, v[j]);
+        seen.low = fminf(seen.low, v[j]);
+        seen.negative += gck_bits(v[j]) >> 31;
+    }
+    return seen;
+}
+
+/* Two values of a word at a time, where the device can. */
+template <gck_dtype DTYPE>
+GCK_LANE_FN looks look_at_halves(const uint32_t (&w)[VALUES / 2], const float (&v)[VALUES])
+{
+    uint32_t signs = 0;
+    looks seen;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    uint32_t high = 0, low = 0;
+    (void)v;
+#pragma unroll
+    for (int k = 0; k < VALUES / 2; k++) {
+        high = DTYPE == GCK_F16 ? ptx_max_f16x2(high, w[k]) : ptx_max_bf16x2(high, w[k]);
+        low = DTYPE == GCK_F16 ? ptx_min_f16x2(low, w[k]) : ptx_min_bf16x2(low, w[k]);
+    }
+    seen.high = fmaxf(half_value<DTYPE>(high, 0), half_value<DTYPE>(high, 1));
+    seen.low = fminf(half_value<DTYPE>(low, 0), half_value<DTYPE>(low, 1));
+#else
+    seen = look_at(v);
+#endif
+#pragma unroll
+    for (int k = 0; k < VALUES / 2; k += 2) {
+        signs |= (__byte_perm(w[k], w[k + 1], 0x7531) & 0x80808080u) >> (k / 2);
+    }
+    seen.negative = (uint32_t)__popc(signs);
+    return seen;
+}
+
+template <gck_dtype DTYPE>
+GCK_LANE_FN looks load_and_look(const typed<DTYPE> &x, int64_t i, float (&v)[VALUES])
+{
+    uint32_t w[typed<DTYPE>::WORDS];
+
+    load_words(x, i, w);
+    values_of_words<DTYPE>(w, v);
+    if constexpr (DTYPE == GCK_F32) {
+        return look_at(v);
+    } else {
+        return look_at_halves<DTYPE>(w, v);
     }
 }
 
@@ -147,17 +228,29 @@ GCK_LANE_FN void load_values(const untyped &x, int64_t i, float (&v)[VALUES])
     }
 }
 
-/* The inverse, of values that are not escapes. */
-template <gck_dtype DTYPE>
-GCK_LANE_FN void store_values(const typed<DTYPE> &x, int64_t i, const float (&v)[VALUES])
+GCK_LANE_FN void load_words(const untyped &x, int64_t i, uint32_t (&w)[VALUES])
 {
-    constexpr int WORDS = DTYPE == GCK_F32 ? VALUES : VALUES / 2;
-    uint32_t w[WORDS];
+    float v[VALUES];
 
+    load_values(x, i, v);
 #pragma unroll
-    for (int k = 0; k < WORDS; k++) {
-        w[k] = DTYPE == GCK_F32 ? gck_bits(v[k]) : pack_halves<DTYPE>(v[k * VALUES / WORDS], v[k * VALUES / WORDS + 1]);
+    for (int j = 0; j < VALUES; j++) {
+        w[j] = gck_bits(v[j]);
     }
+}
+
+GCK_LANE_FN looks load_and_look(const untyped &x, int64_t i, float (&v)[VALUES])
+{
+    load_values(x, i, v);
+    return look_at(v);
+}
+
+/* The inverse: of words, and of values that are not escapes. */
+template <gck_dtype DTYPE, int WORDS>
+GCK_LANE_FN void store_words(const typed<DTYPE> &x, int64_t i, const uint32_t (&w)[WORDS])
+{
+    constexpr int EACH = VALUES / WORDS;
+
     if (by_vectors(x, i)) {
 #pragma unroll
         for (int k = 0; k < WORDS; k += 4) {
@@ -166,12 +259,37 @@ GCK_LANE_FN void store_values(const typed<DTYPE> &x, int64_t i, const float (&v)
     } else {
         for_each_value<VALUES>(x, i, x.numel - i, [&](int j, typename element<DTYPE>::type *at) {
             if constexpr (DTYPE == GCK_F32) {
-                *at = v[j];
+                *at = gck_float(w[j]);
             } else {
-                *at = (uint16_t)(w[j / 2] >> (16 * (j % 2)));
+                *at = (uint16_t)(w[j / EACH] >> (16 * (j % EACH)));
             }
         });
     }
+}
+
+/* These are stored as they are, rounded if need be. */
+GCK_LANE_FN void store_words(const untyped &x, int64_t i, const uint32_t (&w)[VALUES])
+{
+    float *mine = scratch<float>() + (int)threadIdx.x % LANES * VALUES;
+
+#pragma unroll
+    for (int j = 0; j < VALUES; j++) {
+        mine[j] = gck_float(w[j]);
+    }
+    for_each_address(x, i, VALUES, [&](int j, uint8_t *at) { gck_store_escape(at, x.kind, 0, mine[j]); });
+}
+
+template <gck_dtype DTYPE>
+GCK_LANE_FN void store_values(const typed<DTYPE> &x, int64_t i, const float (&v)[VALUES])
+{
+    constexpr int WORDS = typed<DTYPE>::WORDS;
+    uint32_t w[WORDS];
+
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) {
+        w[k] = DTYPE == GCK_F32 ? gck_bits(v[k]) : pack_halves<DTYPE>(v[k * VALUES / WORDS], v[k * VALUES / WORDS + 1]);
+    }
+    store_words(x, i, w);
 }
 
 GCK_LANE_FN void store_values(const untyped &x, int64_t i, const float (&v)[VALUES])
@@ -183,6 +301,27 @@ GCK_LANE_FN void store_values(const untyped &x, int64_t i, const float (&v)[VALU
         mine[j] = v[j];
     }
     for_each_address(x, i, VALUES, [&](int j, uint8_t *at) { gck_store(at, x.kind, 0, mine[j]); });
+}
+
+/* Value i alone. */
+template <gck_dtype DTYPE>
+GCK_LANE_FN float load_value(const typed<DTYPE> &x, int64_t i) { return gck_load(x.data, DTYPE, i); }
+
+GCK_LANE_FN float load_value(const untyped &x, int64_t i)
+{
+    int64_t run = 0;
+
+    return gck_load(x.data + offset_of(x, i, &run), x.kind, 0);
+}
+
+template <gck_dtype DTYPE>
+GCK_LANE_FN void store_value(const typed<DTYPE> &x, int64_t i, float v) { gck_store(x.data, DTYPE, i, v); }
+
+GCK_LANE_FN void store_value(const untyped &x, int64_t i, float v)
+{
+    int64_t run = 0;
+
+    gck_store(x.data + offset_of(x, i, &run), x.kind, 0, v);
 }
 
 /* The largest magnitude of 16 values, as bits: NaN and infinity are larger than any. */
@@ -269,6 +408,38 @@ GCK_LANE_FN void load_share(share<FORMAT> &s, const uint8_t *codes, const uint16
         s.word[2] = __ldcs((const uint32_t *)codes + 2 * LANES + lane);
     }
     s.side = gck_side_words(FORMAT) == 2 ? __ldg((const uint32_t *)side) : (uint32_t)__ldg(side);
+}
+
+/* The same of a share that holds numbers: its words lie one after the other.  int8 and int4 have no other
+ * order. */
+template <gck_format FORMAT>
+GCK_LANE_FN void store_numbers(const share<FORMAT> &s, uint8_t *codes, uint16_t *side, int lane)
+{
+    if constexpr (share<FORMAT>::WORDS == 3) {
+#pragma unroll
+        for (int w = 0; w < 3; w++) {
+            __stcs((uint32_t *)codes + 3 * lane + w, s.word[w]);
+        }
+        if (lane == 0) {
+            *side = (uint16_t)s.side;
+        }
+    } else {
+        store_share(s, codes, side, lane);
+    }
+}
+
+template <gck_format FORMAT>
+GCK_LANE_FN void load_numbers(share<FORMAT> &s, const uint8_t *codes, const uint16_t *side, int lane)
+{
+    if constexpr (share<FORMAT>::WORDS == 3) {
+#pragma unroll
+        for (int w = 0; w < 3; w++) {
+            s.word[w] = __ldcs((const uint32_t *)codes + 3 * lane + w);
+        }
+        s.side = __ldg(side);
+    } else {
+        load_share(s, codes, side, lane);
+    }
 }
 
 #endif

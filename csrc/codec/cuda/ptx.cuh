@@ -30,6 +30,19 @@ GCK_PTX_FN float ptx_max_abs(float a, float b)
     return r;
 }
 
+/* Of two values each: the larger, the smaller; of a NaN and a number the number. */
+#define GCK_PTX_PAIRS(name, instruction)                                      \
+    GCK_PTX_FN uint32_t name(uint32_t a, uint32_t b)                          \
+    {                                                                         \
+        uint32_t r;                                                           \
+        asm(instruction " %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));           \
+        return r;                                                             \
+    }
+GCK_PTX_PAIRS(ptx_max_f16x2, "max.f16x2")
+GCK_PTX_PAIRS(ptx_min_f16x2, "min.f16x2")
+GCK_PTX_PAIRS(ptx_max_bf16x2, "max.bf16x2")
+GCK_PTX_PAIRS(ptx_min_bf16x2, "min.bf16x2")
+
 /* Exact. */
 GCK_PTX_FN float ptx_f32_f16(uint16_t h)
 {

@@ -145,11 +145,30 @@ GCK_LANE_FN int take_largest(float (&v)[VALUES], uint32_t amax, float *taken)
 /* t = y * inv to nearest, four to a word: the lowest bytes of float32 integers near 2^23. */
 GCK_LANE_FN void integers(const float (&y)[VALUES], float inv, uint32_t (&t)[4])
 {
-    const auto integer = [&](int j) { return (uint32_t)gck_round_product(y[j], inv); };
+    const auto integer = [&](int j) { return gck_bits(__fmaf_rn(y[j], inv, 12582912.f)); };
 
 #pragma unroll
     for (int w = 0; w < 4; w++) {
         t[w] = lowest_bytes(integer(4 * w), integer(4 * w + 1), integer(4 * w + 2), integer(4 * w + 3));
+    }
+}
+
+/* Integers to codes; noisy: y to codes. */
+template <gck_format FORMAT, bool NOISY>
+GCK_LANE_FN void to_codes(const float (&y)[VALUES], float inv, uint32_t uniform, const gck_dither &dither, int64_t i,
+                          uint32_t (&codes)[4])
+{
+    if constexpr (NOISY) {
+        for_each_noise<NOISY>(dither, i, [&](int j, int noise) {
+            const uint32_t code = FORMAT == GCK_INT8 ? gck_code(FORMAT, 0, y[j], inv, noise)
+                                                     : gck_level_code_noisy(FORMAT, (int)uniform, y[j], inv, noise);
+            codes[j / 4] |= code << (8 * (j % 4));
+        });
+    } else if constexpr (FORMAT != GCK_INT8) {
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            codes[w] = level_codes<FORMAT>(codes[w], uniform);
+        }
     }
 }
 

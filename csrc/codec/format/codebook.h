@@ -78,4 +78,26 @@ GCK_FN uint8_t gck_level_code_noisy(gck_format format, int uniform, float y, flo
     return (uint8_t)((p + (b - a) * u >= -a ? below : above) | sign);
 }
 
+/* The mean square of a cell's width, in steps of y: that of Gaussian y. */
+GCK_FN float gck_cell_noise(gck_format format) { return format == GCK_INT4 ? 290.f : format == GCK_INT6 ? 16.f : 1.f; }
+
+/* The codes of y, whose amax gives the step; uniform: int6's levels. */
+GCK_HOT_FN void gck_codes_of(gck_format format, const float *y, uint32_t stored, int uniform, float inv,
+                              const uint16_t *noise, uint8_t *code)
+{
+    if (stored == 0) {
+        memset(code, 0, GCK_GROUP);
+    } else if (noise == NULL) {
+        for (int i = 0; i < GCK_GROUP; i++) {
+            const int t = gck_round_product(y[i], inv);
+            code[i] = gck_has_levels(format) ? gck_level_code(format, uniform, t, i) : (uint8_t)t;
+        }
+    } else {
+        for (int i = 0; i < GCK_GROUP; i++) {
+            code[i] = gck_has_levels(format) ? gck_level_code_noisy(format, uniform, y[i], inv, noise[i])
+                                             : gck_code(format, 0, y[i], inv, noise[i]);
+        }
+    }
+}
+
 #endif

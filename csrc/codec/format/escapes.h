@@ -1,6 +1,7 @@
-/* escapes.h: groups that are not ordinary: with escapes, tiny, or with one huge value.
+/* escapes.h: values that no codes mean, and groups of the formats that are not rotated.
  *
- * They are rare, so values are processed one by one everywhere; group.h draws the forms. */
+ * Groups with escapes are rare, so values are processed one by one everywhere; group.h draws the
+ * forms. */
 #ifndef GRADCKPT_ESCAPES_H
 #define GRADCKPT_ESCAPES_H
 
@@ -8,7 +9,39 @@
 
 #define GCK_ESC          0x8000u   /* the escape bit of a scale            */
 #define GCK_ESC_TABLE    0xFF80u   /* the scale of a group in form B       */
-#define GCK_ESC_OUTLIER  0xFF81u   /* the scale of a group in outlier form */
+
+/* Forms of rotated formats, in the lowest bits of the scale of a group that is not ordinary: bit 0
+ * clear: rotated all the same, GCK_HAS_OUTLIERS says with what; set: a gck_form above it. */
+typedef enum { GCK_FORM_PLAIN, GCK_FORM_SENTINEL, GCK_FORM_MASK, GCK_FORM_CLUSTERS } gck_form;
+#define GCK_UNROTATED    1u
+#define GCK_HAS_OUTLIERS 2u
+
+GCK_FN uint32_t gck_form_bits(gck_form form) { return (uint32_t)form << 1 | GCK_UNROTATED; }
+GCK_FN gck_form gck_form_of(uint32_t scale) { return (gck_form)(scale >> 1 & 3u); }
+
+/* The words beside such a group; beside: 8 bits that int4 keeps there. */
+#define GCK_INT4_UNUSUAL 0x7F80u   /* of side[1]: no outlier is infinite */
+
+GCK_FN void gck_put_unusual(gck_format format, uint16_t *side, uint32_t scale, uint32_t beside)
+{
+    side[0] = (uint16_t)(GCK_ESC | scale);
+    if (format == GCK_INT4) {
+        side[1] = (uint16_t)(GCK_INT4_UNUSUAL | (beside & 0x7Fu) | (beside & 0x80u) << 8);
+    }
+}
+
+GCK_FN uint32_t gck_unusual_bits(gck_format format, const uint16_t *side)
+{
+    return format == GCK_INT4 ? (side[1] & 0x7Fu) | (side[1] >> 8 & 0x80u) : 0u;
+}
+
+/* A step with `dropped` bits of float32's mantissa dropped, upwards. */
+GCK_FN uint32_t gck_stored_unusual(float t, int dropped)
+{
+    const uint32_t below = (1u << dropped) - 1u;
+
+    return ((gck_bits(t) + below) & ~below) >> 16;
+}
 
 /* ---- escapes ---- */
 
@@ -193,27 +226,16 @@ GCK_SLOW_FN void gck_decode_table(gck_format format, const uint8_t *codes, void 
     }
 }
 
-/* ---- form A, and every unrotated group without escapes ---- */
-
-/* Of int4: the words of a group's side are {scale, this}. */
-#define GCK_INT4_UNROTATED 0x7F80u
-
-GCK_FN void gck_put_scale(gck_format format, uint16_t *side, uint32_t scale)
-{
-    side[0] = (uint16_t)scale;
-    if (format == GCK_INT4) {
-        side[1] = GCK_INT4_UNROTATED;
-    }
-}
+/* ---- the formats that are not rotated: form A, and groups without escapes ---- */
 
 /* noise: of the group's values; NULL rounds to nearest.  A group in form B is always rounded to
  * nearest. */
-GCK_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtype dtype, int count, int escaped,
-                                 const uint16_t *noise, uint8_t *codes, uint16_t *side)
+GCK_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtype dtype, int count, const uint16_t *noise,
+                                 uint8_t *codes, uint16_t *side)
 {
     uint8_t code[GCK_GROUP];
     float amax = 0.f;
-    int other = 0;
+    int escaped = 0, other = 0;
 
     for (int i = 0; i < count; i++) {
         const float v = gck_load(x, dtype, i);
@@ -226,7 +248,7 @@ GCK_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtype dty
     }
     if (other) {
         gck_encode_table(format, x, dtype, count, amax, codes);
-        gck_put_scale(format, side, GCK_ESC_TABLE);
+        side[0] = GCK_ESC_TABLE;
         return;
     }
     const int k = gck_prescale(format, amax);
@@ -240,7 +262,7 @@ GCK_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtype dty
                 : amax > 0.f ? gck_code(format, escaped, v * scale, m, noise != NULL ? noise[i] : GCK_NEAREST) : 0;
     }
     gck_pack_codes(format, code, codes);
-    gck_put_scale(format, side, (amax > 0.f ? stored - (uint32_t)(k * 128) : 0u) | (escaped ? GCK_ESC : 0u));
+    side[0] = (uint16_t)((amax > 0.f ? stored - (uint32_t)(k * 128) : 0u) | (escaped ? GCK_ESC : 0u));
 }
 
 GCK_FN void gck_decode_unrotated(gck_format format, const uint8_t *codes, uint32_t scale, void *x, gck_dtype dtype,
@@ -259,41 +281,6 @@ GCK_FN void gck_decode_unrotated(gck_format format, const uint8_t *codes, uint32
             gck_store(x, dtype, i, gck_times_step(format, gck_code_value(format, code), scale & 0x7FFFu));
         }
     }
-}
-
-/* ---- outlier form: int8 and int6 ---- */
-
-enum { GCK_STOLEN = 56 };      /* codes whose lowest bit belongs to the outlier */
-
-/* Twice the value of code i of the group, in steps of y. */
-GCK_FN int gck_outlier_value(gck_format format, uint8_t code, int i)
-{
-    if (format == GCK_INT8) {
-        return i < GCK_STOLEN ? 2 * ((int8_t)code & ~1) + 1 : 2 * (int8_t)code;
-    }
-    const int index = code & 31, value = i < GCK_STOLEN ? 8 * (index & ~1) + 7 : 8 * index + 3;
-    return code & 32 ? -value : value;
-}
-
-/* y: the rotated group with a zero in place of value `at`, v.  amax: the largest of y; beside v it
- * is dropped when it is tiny. */
-GCK_SLOW_FN void gck_encode_outlier(gck_format format, const float *y, float amax, int at, float v, uint8_t *codes,
-                                  uint16_t *side)
-{
-    const uint32_t stored = amax >= GCK_TINY ? gck_stored(format, 0, 0, amax) : 0u;
-    const float inv = stored > 0 ? gck_inverse(format, 0, stored) : 0.f;
-    const uint64_t outlier = (uint64_t)at | (uint64_t)stored << 8 | (uint64_t)gck_bits(v) << 24;
-    uint8_t code[GCK_GROUP];
-
-    for (int i = 0; i < GCK_GROUP; i++) {
-        const int t = gck_round_product(y[i], inv);
-        code[i] = format == GCK_INT8 ? (uint8_t)(int8_t)t : gck_level_code(format, 1, t, i);
-        if (i < GCK_STOLEN) {
-            code[i] = (uint8_t)((code[i] & ~1) | (int)(outlier >> i & 1u));
-        }
-    }
-    gck_pack_codes(format, code, codes);
-    side[0] = GCK_ESC_OUTLIER;
 }
 
 #endif

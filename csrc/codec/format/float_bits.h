@@ -12,11 +12,13 @@
 #ifdef __CUDACC__
 #define GCK_FN static __device__ __forceinline__
 #define GCK_SLOW_FN static __device__ __noinline__
+#define GCK_HOT_FN static __device__ __forceinline__
 #define GCK_TABLE static __constant__ const
 #define GCK_LAYOUT_FN static __host__ __device__ __forceinline__   /* the launchers need these too */
 #else
 #define GCK_FN static inline
 #define GCK_SLOW_FN static inline
+#define GCK_HOT_FN static inline __attribute__((always_inline))    /* its format and dtype are constants */
 #define GCK_TABLE static const __attribute__((unused))
 #define GCK_LAYOUT_FN static inline __attribute__((always_inline))
 #endif
@@ -47,6 +49,25 @@ GCK_FN float gck_float(uint32_t u)
 
 GCK_FN float gck_abs(float f) { return gck_float(gck_bits(f) & 0x7FFFFFFFu); }
 
+/* Integers that order like numbers, -0 below +0; and back. */
+GCK_FN int32_t gck_key(float f)
+{
+    const int32_t bits = (int32_t)gck_bits(f);
+
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
+GCK_FN float gck_of_key(int32_t key) { return gck_float((uint32_t)(key ^ (key >> 31 & 0x7FFFFFFF))); }
+
+/* The place of the lowest bit that is set; u is not 0. */
+GCK_FN int gck_lowest_bit(uint64_t u)
+{
+#ifdef __CUDA_ARCH__
+    return __ffsll((long long)u) - 1;
+#else
+    return __builtin_ctzll(u);
+#endif
+}
 /* ---- dtypes ---- */
 
 GCK_FN float gck_from_f16(uint16_t h)

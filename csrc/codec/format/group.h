@@ -13,7 +13,7 @@
  *
  *      15    14 ........ 7   6 ....... 0
  *     [esc] [ exponent    ] [ mantissa   ]     stored = 2^32 x the group's step s
- *                                              (fp8_e5m2: 2^40 x s; int4, form A: 2^28 x s)
+ *                                              (fp8_e5m2: 2^40 x s; int4, not rotated: 2^28 x s)
  *
  * The offset lets the steps of every float32 amax, subnormal ones included, be normal
  * numbers of 8 exponent bits; 0 is the step of a zero group.
@@ -38,15 +38,14 @@
  *
  * A value escapes when it is NaN, infinite, beyond 1e30, or the dtype's largest
  * finite value: no activation, but masks merged into biases hold such things.
- * They take no part in amax.  A group that holds one has esc = 1 (int4: side[1] =
- * 0x7F80, and side[0] is the scale) and is stored unrotated, in one of two forms:
- *   A (exponent < 255): as the ordinary group of fp8_* or int8_plain, but the largest
- *     codes are taken for the escapes:      NaN    +-Inf       +-MAX      amax maps to
- *       int8, int8_plain                   -128   +-127       +-126        +-125
- *       int6                                -32    +-31        +-30         +-29
- *       int4                                 -8     +-7         +-6          +-5
- *       fp8_e4m3                           0x7F   0x7E/0xFE   0x7D/0xFD      384
- *       fp8_e5m2                           0x7E   0x7C/0xFC   0x7D/0xFD    57344
+ * They take no part in amax.
+ *
+ * Not rotated formats: a group with an escape has esc = 1, and one of two forms:
+ *   A (exponent < 255): as the ordinary group, but the largest codes are taken for the escapes:
+ *                             NaN    +-Inf       +-MAX      amax maps to
+ *       int8_plain           -128   +-127       +-126        +-125
+ *       fp8_e4m3             0x7F   0x7E/0xFE   0x7D/0xFD      384
+ *       fp8_e5m2             0x7E   0x7C/0xFC   0x7D/0xFD    57344
  *     (MAX: the dtype's largest finite value).
  *   B (scale = 0xFF80): some value lies between 1e30 and MAX.  In bytes, b = 7 (int6: 5):
  *       0 .. 16 b - 1   128 codes of b bits, little-endian bit order
@@ -60,13 +59,47 @@
  *     code of an infinity says whose bit (1 +Inf, 2 -Inf) is set in the word table[2].  Of a group
  *     that has that infinity, it becomes the first entry of its sign; where both have the other,
  *     its first value is the second.
- * The rotated formats also use form A for a group whose amax(y) (int4: amax) is below 2^-80.
  *
- * Outlier (int8 and int6, scale = 0xFF81): one value is so large that at least 124 of the
- * y are beyond half the step's reach, and without it amax(y) is less than a quarter.  It is
- * stored exactly, a zero in its place:
- *     bit b = 0..55 of  [value as float32: 55..24][scale: 23..8][0][at: 6..0]
- *     is the lowest bit of code b; those codes are twice as coarse: see gck_outlier_value().
+ * Rotated formats: a group that is not ordinary has esc = 1 in side[0]; of int4, side[1] has an
+ * exponent of ones, and its other eight bits, the sign as the upper one, are the first bits of the
+ * header of a centred group or one with outliers, else zero.  Form B as above; the others by the
+ * lowest bits of the scale:
+ *     ...mmmmm00  centred                     scale: 5 bits of mantissa
+ *     ...mmmmm10  with outliers
+ *     ...mmmm001  plain: with escapes, or amax(y) (int4: amax) below 2^-80
+ *     ...mmmm011  sentinel                    scale: 4 bits of mantissa, of 2^32 s (int4: 2^28 s)
+ *     ...mmmm101  mask
+ *     ...mmmm111  clusters
+ *
+ *   Centred, with outliers: rotated as the ordinary group (int6: not uniform; int4: no value apart),
+ *     but of x - mean, and 0 where an outlier was.  A header takes the lowest bits of codes: its bit
+ *     b is bit b / 128 of code b % 128 (int4: from bit 8 on, with b - 8 for b).  A code that lost its
+ *     lowest bit means the middle of its two values; one that lost two bits the middle of its four,
+ *     of levels the second of them.  Codes of step 0 are 0, but for the header.  The header:
+ *         centred         mean
+ *         with outliers   [n - 1: 3][has a mean: 1] mean, if so; then
+ *             n <= 2      n times [at: 7][float32: 32]
+ *             n > 2       [E: 8], n times [at: 7][mantissa: 7][e: 4][sign: 1]: a bfloat16 (to nearest
+ *                         even) of exponent E - e, E the largest; e = 15: smaller ones, which become
+ *                         zero (of their sign, mantissa 0)
+ *         the outlier farthest from the mean first
+ *     mean: [0][mantissa: 3][e: 3][sign: 1] or [1][mantissa: 7][e: 4][sign: 1], of exponent
+ *     e - 25 + that of the scale.
+ *   The others: codes below Q, four to a little-endian number of 4 x 8 (6, 4) bits, code 0 lowest, as
+ *     digits to the base Q; the numbers' uppermost h bits are the header, those of number 0 first:
+ *                   h    Q: int8, int6, int4   far levels    header
+ *         plain     0      256   64   16           0
+ *         sentinel  1      215   53   13           1         [far: float32]
+ *         mask      1      215   53   13       4, 2, 2       [far: its upper 24 bits][f: 8]
+ *         clusters  2      181   45   11      64, 16, 4      [far: 32][f: 12][centre: 16][kinds: 1][-f: 1]
+ *     f of a mask is 2^(field - 127), of clusters a float32 whose first 12 bits after the sign are the
+ *     field, and its sign the last bit; centre is a bfloat16.
+ *     `kinds` escapes are 5 in plain groups and where that bit is set (then far levels is 1), else 0;
+ *     top = (Q - far levels - kinds - 1) / 2, rounded down.  Code c:
+ *         c <= 2 top            (c - top) s, plus centre
+ *         then far levels       far + number x f
+ *         then kinds            NaN, +Inf, -Inf, +MAX, -MAX
+ * docs/codecs.md says which form a group has.
  *
  * Every float operation below is IEEE float32, to nearest even, subnormals kept,
  * nothing contracted.  Source of the FP8 formats: OCP 8-bit Floating Point
@@ -74,28 +107,23 @@
 #ifndef GRADCKPT_GROUP_H
 #define GRADCKPT_GROUP_H
 
-#include "codec/format/codebook.h"
-#include "codec/format/escapes.h"
-#include "codec/format/rotate.h"
+#include "codec/format/centred.h"
+#include "codec/format/classes.h"
 
-/* ---- int8, int6 ---- */
+/* ---- rotated formats ---- */
 
-/* More than MANY of 128 t that are large mean uniform levels; at least MOST mean an outlier.
- * Large: t >= 64 or t < -64, so that the upper two bits differ. */
-enum { GCK_MANY_LARGE = 48, GCK_MOST_LARGE = 124 };
+/* More than so many of 128 t that are large mean uniform levels.  Large: t >= 64 or t < -64, so that the
+ * upper two bits differ. */
+enum { GCK_MANY_LARGE = 48 };
 
 /* Index of the largest |x|, the first of them; its bits without the sign in *amax. */
-GCK_FN int gck_largest(const void *x, gck_dtype dtype, int count, uint32_t *amax)
+GCK_FN int gck_largest(const float *x, uint32_t *amax)
 {
     int at = 0;
 
-    *amax = 0;
-    for (int i = 0; i < count; i++) {
-        const uint32_t abs = gck_bits(gck_load(x, dtype, i)) & 0x7FFFFFFFu;
-        if (abs > *amax) {
-            *amax = abs;
-            at = i;
-        }
+    *amax = gck_bits(gck_largest_of(x, GCK_GROUP));
+    for (int i = GCK_GROUP - 1; i >= 0; i--) {
+        at = (gck_bits(x[i]) & 0x7FFFFFFFu) == *amax ? i : at;
     }
     return at;
 }
@@ -117,75 +145,68 @@ GCK_FN int gck_count_large(const float *y, float inv, int noisy)
     return n;
 }
 
-/* Encode y, whose amax gives the step of the rotated codes; bit 0 of int6's is `uniform`. */
-GCK_SLOW_FN void gck_encode_codes(gck_format format, const float *y, uint32_t stored, int uniform, float inv,
-                                  const uint16_t *noise, uint8_t *codes)
+/* Looks at a group: is it one that gck_centre() or gck_classify() may store better?  Of its first 32
+ * values the signs are counted.  largest: of |x|; amax: of the ordinary y. */
+enum { GCK_SIGNS = 32, GCK_FEW_NEGATIVE = 8, GCK_MANY_NEGATIVE = 24 };
+#define GCK_PEAKED 9.f           /* amax / largest: below, if few values are large */
+#define GCK_FLAT   20.f          /* above */
+
+GCK_FN int gck_is_doubtful(const float *x, float largest, float amax)
 {
-    uint8_t code[GCK_GROUP];
+    int32_t lowest = 0, highest = 0;
+    int negative = 0, far = 0;
 
     for (int i = 0; i < GCK_GROUP; i++) {
-        code[i] = stored == 0 ? 0
-                : !gck_has_levels(format)
-                    ? gck_code(format, 0, y[i], inv, noise != NULL ? noise[i] : GCK_NEAREST)
-                : noise == NULL ? gck_level_code(format, uniform, gck_round_product(y[i], inv), i)
-                                : gck_level_code_noisy(format, uniform, y[i], inv, noise[i]);
+        const int32_t key = gck_key(x[i]);
+        lowest = key < lowest ? key : lowest;
+        highest = key > highest ? key : highest;
     }
-    gck_pack_codes(format, code, codes);
+    for (int i = 0; i < GCK_SIGNS; i++) {
+        negative += (int)(gck_bits(x[i]) >> 31);
+    }
+    const float low = gck_of_key(lowest), high = gck_of_key(highest);
+    if (negative < GCK_FEW_NEGATIVE || negative > GCK_MANY_NEGATIVE || 4.f * (high < -low ? high : -low) < largest
+        || amax > GCK_FLAT * largest) {
+        return 1;
+    }
+    if (amax >= GCK_PEAKED * largest) {
+        return 0;
+    }
+    for (int i = 0; i < GCK_GROUP; i++) {
+        far += 4.f * gck_abs(x[i]) >= largest;
+    }
+    return far <= GCK_MOST_OUTLIERS;
 }
 
-GCK_SLOW_FN void gck_encode_rotated(gck_format format, const void *x, gck_dtype dtype, int count, int pattern,
-                                    const uint16_t *noise, uint8_t *codes, uint16_t *side)
+/* Encode a doubtful group in the form whose error is least; 0 when that is the ordinary one: when it is
+ * more than `bound` of that of a group of this step. */
+GCK_SLOW_FN int gck_encode_doubtful(gck_format format, const float *values, gck_dtype dtype, uint32_t stored,
+                                    float bound, int pattern, const uint16_t *noise, uint8_t *codes,
+                                    uint16_t *side)
 {
-    uint32_t largest;
-    const int at = gck_largest(x, dtype, count, &largest);
-    const int special = largest > gck_limit(dtype);
+    const gck_extent e = gck_extent_of(values, gck_limit(dtype), gck_bits(gck_max_value(dtype)));
+    gck_classes classes;
+    gck_centred centred = {0.f, 0, 0, {0}, 0u};
     float y[GCK_GROUP];
-    float amax = special ? 0.f : gck_rotate(x, dtype, count, -1, pattern, y);
+    const float apart = gck_classify(format, &e, stored, noise != NULL, &classes);
+    const int exact = apart == 0.f, few = exact && classes.near <= GCK_MOST_OUTLIERS;
+    const float beside = noise != NULL || (exact && !few) ? 0x1p100f     /* a header is a bias */
+                                                          : gck_centre(format, values, stored, pattern, &centred, y);
 
-    if (special || (amax > 0.f && amax < GCK_TINY)) {
-        gck_encode_unrotated(format, x, dtype, count, 1, noise, codes, side);
-        return;
+    if (!(apart < bound) && !(beside < bound)) {
+        return 0;
     }
-    const uint32_t stored = amax > 0.f ? gck_stored(format, 0, noise != NULL, amax) : 0u;
-    const float inv = amax > 0.f ? gck_inverse(format, 0, stored) : 0.f;
-    const int large = gck_count_large(y, inv, noise != NULL);
-    const int uniform = format == GCK_INT6 && large > GCK_MANY_LARGE;
-
-    if (large >= GCK_MOST_LARGE) {
-        const float rest = gck_rotate(x, dtype, count, at, pattern, y);
-        if (4.f * rest < amax) {
-            gck_encode_outlier(format, y, rest, at, gck_load(x, dtype, at), codes, side);
-            return;
-        }
-        gck_rotate(x, dtype, count, -1, pattern, y);
+    if (apart <= beside && !(few && beside == 0.f)) {
+        gck_encode_classes(format, &classes, values, dtype, noise, codes, side);
+    } else {
+        gck_encode_centred(format, &centred, values, y, noise, codes, side);
     }
-    gck_encode_codes(format, y, stored, uniform, inv, noise, codes);
-    side[0] = (uint16_t)(stored | (uint32_t)uniform);
+    return 1;
 }
-
-GCK_SLOW_FN void gck_decode_outlier(gck_format format, const uint8_t *codes, int pattern, void *x, gck_dtype dtype,
-                                  int count)
-{
-    int32_t value[GCK_GROUP];
-    uint64_t outlier = 0;
-
-    for (int i = 0; i < GCK_GROUP; i++) {
-        const uint8_t code = gck_packed_code(format, codes, i);
-        value[i] = gck_outlier_value(format, code, i);
-        outlier |= i < GCK_STOLEN ? (uint64_t)(code & 1u) << i : 0u;
-    }
-    const int at = (int)(outlier & 127u);
-    gck_unrotate(value, gck_float((uint32_t)(outlier >> 8 & 0x7FFFu) << 16) * 0x1p-33f, pattern, x, dtype, count);
-    if (at < count) {
-        gck_store_escape(x, dtype, at, gck_float((uint32_t)(outlier >> 24)));
-    }
-}
-
-/* ---- int4 ---- */
 
 #define GCK_INT4_LOST 12.f       /* steps: the end of the innermost cell */
 
-/* Field of side[0] for a step, and back. */
+/* Field of int4's side[0] for a step, and back. */
 GCK_FN uint32_t gck_int4_low(uint32_t outlier) { return ((outlier >> 7 & 0xFFu) - 5u) << 4; }
 
 GCK_FN uint32_t gck_int4_stored(uint32_t field, uint32_t outlier)
@@ -199,29 +220,47 @@ GCK_FN uint32_t gck_int4_outlier(float v, int noise)
     return noise < 0 ? gck_to_bf16(v) : (gck_bits(v) + (uint32_t)noise) >> 16;
 }
 
-GCK_SLOW_FN void gck_encode_int4(const void *x, gck_dtype dtype, int count, int pattern, const uint16_t *noise,
-                                 uint8_t *codes, uint16_t *side)
+/* int4 stores the largest value apart, and the rest rotated. */
+GCK_SLOW_FN void gck_encode_rotated(gck_format format, const void *x, gck_dtype dtype, int count, int pattern,
+                                    const uint16_t *noise, uint8_t *codes, uint16_t *side)
 {
+    float y[GCK_GROUP], values[GCK_GROUP];
+    uint8_t code[GCK_GROUP];
     uint32_t largest;
-    const int at = gck_largest(x, dtype, count, &largest);
-    float y[GCK_GROUP];
 
-    if (largest > gck_limit(dtype) || (largest > 0 && gck_float(largest) < GCK_TINY)) {
-        gck_encode_unrotated(GCK_INT4, x, dtype, count, 1, noise, codes, side);
+    gck_load_group(x, dtype, count, values);
+    const int at = gck_largest(values, &largest), is_int4 = format == GCK_INT4;
+    const int special = largest > gck_limit(dtype);
+    const float amax = special ? 0.f : gck_rotate(values, is_int4 ? at : -1, pattern, y);
+    const float size = is_int4 && !special ? gck_float(largest) : amax;
+
+    if (special || (size > 0.f && size < GCK_TINY)) {
+        gck_encode_unrotated_form(format, x, count, values, dtype, noise, codes, side);
         return;
     }
-    const float v = largest > 0 ? gck_load(x, dtype, at) : 0.f;
-    const uint32_t outlier = largest > 0 ? gck_int4_outlier(v, noise != NULL ? noise[at] : GCK_NEAREST) : 0u;
-    const float amax = gck_rotate(x, dtype, count, at, pattern, y);
-    const uint32_t low = largest > 0 ? gck_int4_low(outlier) << 3 : 0u;  /* the least step a field has */
-    uint32_t stored = amax > 0.f ? gck_stored(GCK_INT4, 0, noise != NULL, amax) : 0u;
+    const float v = largest > 0 ? values[at] : 0.f;
+    const uint32_t outlier = is_int4 && largest > 0 ? gck_int4_outlier(v, noise != NULL ? noise[at] : GCK_NEAREST) : 0u;
+    const uint32_t low = is_int4 && largest > 0 ? gck_int4_low(outlier) << 3 : 0u;   /* the least step a field has */
+    const uint32_t wanted = amax > 0.f ? gck_stored(format, 0, noise != NULL, amax) : 0u;
+    const int lost = wanted < low;                       /* 2^28 and more below the outlier */
+    const uint32_t stored = !lost ? wanted : amax * gck_inverse(format, 0, low) < GCK_INT4_LOST ? 0u : low;
 
-    if (stored < low) {                                  /* 2^28 and more below the outlier */
-        stored = amax * gck_inverse(GCK_INT4, 0, low) < GCK_INT4_LOST ? 0u : low;
+    if (wanted > 0 && (lost || gck_is_doubtful(values, gck_float(largest), amax))
+        && gck_encode_doubtful(format, values, dtype, wanted, lost ? 0x1p99f : GCK_BETTER, pattern, noise, codes,
+                               side)) {
+        return;
     }
-    gck_encode_codes(GCK_INT4, y, stored, 0, stored > 0 ? gck_inverse(GCK_INT4, 0, stored) : 0.f, noise, codes);
-    side[0] = (uint16_t)((largest > 0 ? at << 9 : 0) | (stored > 0 ? (int)((stored - low) >> 3) + 1 : 0));
-    side[1] = (uint16_t)outlier;
+    const float inv = stored > 0 ? gck_inverse(format, 0, stored) : 0.f;
+    const int uniform = format == GCK_INT6 && gck_count_large(y, inv, noise != NULL) > GCK_MANY_LARGE;
+
+    gck_codes_of(format, y, stored, uniform, inv, noise, code);
+    gck_pack_codes(format, code, codes);
+    if (is_int4) {
+        side[0] = (uint16_t)((largest > 0 ? at << 9 : 0) | (stored > 0 ? (int)((stored - low) >> 3) + 1 : 0));
+        side[1] = (uint16_t)outlier;
+    } else {
+        side[0] = (uint16_t)(stored | (uint32_t)uniform);
+    }
 }
 
 /* ---- every group ---- */
@@ -232,12 +271,10 @@ GCK_SLOW_FN void gck_encode_int4(const void *x, gck_dtype dtype, int count, int 
 GCK_FN void gck_encode_group(gck_format format, const void *x, gck_dtype dtype, int count, int64_t group,
                              const uint16_t *noise, uint8_t *codes, uint16_t *side)
 {
-    if (format == GCK_INT4) {
-        gck_encode_int4(x, dtype, count, gck_pattern(group), noise, codes, side);
-    } else if (gck_is_rotated(format)) {
+    if (gck_is_rotated(format)) {
         gck_encode_rotated(format, x, dtype, count, gck_pattern(group), noise, codes, side);
     } else {
-        gck_encode_unrotated(format, x, dtype, count, 0, noise, codes, side);
+        gck_encode_unrotated(format, x, dtype, count, noise, codes, side);
     }
 }
 
@@ -249,31 +286,63 @@ GCK_FN void gck_decode_rotated(gck_format format, const uint8_t *codes, const ui
     const uint32_t stored = format == GCK_INT4 ? gck_int4_stored(scale & 511u, side[1])
                           : format == GCK_INT6 ? scale & ~1u : scale;
     int32_t value[GCK_GROUP];
+    uint8_t code[GCK_GROUP];
 
+    gck_unpack_codes(format, codes, code);
     for (int i = 0; i < GCK_GROUP; i++) {
-        const uint8_t code = gck_packed_code(format, codes, i);
-        value[i] = gck_has_levels(format) ? gck_level_value(format, (int)(scale & 1u), code) : (int8_t)code;
+        value[i] = gck_has_levels(format) ? gck_level_value(format, (int)(scale & 1u), code[i]) : (int8_t)code[i];
     }
-    gck_unrotate(value, gck_float(stored << 16) * (gck_has_levels(format) ? 0x1p-33f : 0x1p-32f), pattern, x, dtype,
-                 count);
+    gck_unrotate(value, gck_float(stored << 16) * (gck_has_levels(format) ? 0x1p-33f : 0x1p-32f), 0.f, pattern, x,
+                 dtype, count);
     if (format == GCK_INT4 && (int)(scale >> 9) < count) {
         gck_store(x, dtype, (int)(scale >> 9), gck_float((uint32_t)side[1] << 16));
     }
+}
+
+/* Rotated formats: is the group none of those above? */
+GCK_FN int gck_is_unusual(gck_format format, const uint16_t *side)
+{
+    return format == GCK_INT4 ? (side[1] & GCK_INT4_UNUSUAL) == GCK_INT4_UNUSUAL : (side[0] & GCK_ESC) != 0;
+}
+
+/* For callers that have a whole group's amax(y), not tiny: encode it, unless it is ordinary: 0. */
+GCK_HOT_FN int gck_encode_unusual(gck_format format, const void *x, gck_dtype dtype, float amax, int64_t group,
+                                  const gck_dither *dither, uint8_t *codes, uint16_t *side)
+{
+    float values[GCK_GROUP];
+    uint16_t noise[GCK_GROUP];
+
+    gck_load_group(x, dtype, GCK_GROUP, values);
+    const float largest = gck_largest_of(values, GCK_GROUP);
+    const int special = gck_bits(largest) > gck_limit(dtype);
+    if (!special && !gck_is_doubtful(values, largest, amax)) {
+        return 0;
+    }
+    if (dither != NULL) {
+        gck_noise_of_group(dither, group, noise);
+    }
+    if (special) {
+        gck_encode_unrotated_form(format, x, GCK_GROUP, values, dtype, dither != NULL ? noise : NULL, codes, side);
+        return 1;
+    }
+    return gck_encode_doubtful(format, values, dtype, gck_stored(format, 0, dither != NULL, amax), GCK_BETTER,
+                               gck_pattern(group), dither != NULL ? noise : NULL, codes, side);
 }
 
 /* The reference decoder of one group: writes its first `count` values to x. */
 GCK_FN void gck_decode_group(gck_format format, const uint8_t *codes, const uint16_t *side, int64_t group, void *x,
                              gck_dtype dtype, int count)
 {
-    const int unrotated = format == GCK_INT4 ? (side[1] & 0x7F80u) == GCK_INT4_UNROTATED
-                        : !gck_is_rotated(format) || side[0] & GCK_ESC;
-
-    if (!unrotated) {
-        gck_decode_rotated(format, codes, side, gck_pattern(group), x, dtype, count);
-    } else if (side[0] == GCK_ESC_OUTLIER && (format == GCK_INT8 || format == GCK_INT6)) {
-        gck_decode_outlier(format, codes, gck_pattern(group), x, dtype, count);
-    } else {
+    if (!gck_is_rotated(format)) {
         gck_decode_unrotated(format, codes, side[0], x, dtype, count);
+    } else if (!gck_is_unusual(format, side)) {
+        gck_decode_rotated(format, codes, side, gck_pattern(group), x, dtype, count);
+    } else if (side[0] == GCK_ESC_TABLE) {
+        gck_decode_table(format, codes, x, dtype, count);
+    } else if (side[0] & GCK_UNROTATED) {
+        gck_decode_classes(format, codes, side, x, dtype, count);
+    } else {
+        gck_decode_centred(format, codes, side, gck_pattern(group), x, dtype, count);
     }
 }
 

@@ -8,6 +8,7 @@
 #include "codec/format/philox.h"
 
 #define GCK_TINY       0x1p-80f    /* below: values are scaled by 2^64 first     */
+#define GCK_LEAST      0x1p-110f   /* below: nothing beside the step of any group that is not tiny */
 #define GCK_LARGE      0x1p13f     /* fp8, from here on: scaled by 2^-96 first   */
 
 /* ---- steps ---- */
@@ -70,6 +71,8 @@ GCK_FN int gck_round_product(float x, float inv)
 {
 #ifdef __CUDA_ARCH__
     return __float_as_int(__fmaf_rn(x, inv, 12582912.f)) - 0x4B400000;
+#elif defined(__FP_FAST_FMAF)
+    return (int)gck_bits(fmaf(x, inv, 12582912.f)) - 0x4B400000;
 #else
     return (int)lrint((double)x * (double)inv);
 #endif
@@ -152,7 +155,7 @@ GCK_FN float gck_times_step(gck_format format, float value, uint32_t stored)
  *     4 bits   byte b: code 2 b below, code 2 b + 1 above
  *     6 bits   64 bytes as with 4 bits; then 32 bytes of the upper two bits, byte b:
  *              codes 4 b, 4 b + 1, 4 b + 2, 4 b + 3 from the lowest bits on. */
-GCK_SLOW_FN void gck_pack_codes(gck_format format, const uint8_t *code, uint8_t *packed)
+GCK_HOT_FN void gck_pack_codes(gck_format format, const uint8_t *code, uint8_t *packed)
 {
     if (gck_code_bits(format) == 8) {
         memcpy(packed, code, GCK_GROUP);
@@ -164,6 +167,23 @@ GCK_SLOW_FN void gck_pack_codes(gck_format format, const uint8_t *code, uint8_t 
     for (int b = 0; b < 32 && gck_code_bits(format) == 6; b++) {
         packed[64 + b] = (uint8_t)(code[4 * b] >> 4 | code[4 * b + 1] >> 4 << 2 | code[4 * b + 2] >> 4 << 4
                                    | code[4 * b + 3] >> 4 << 6);
+    }
+}
+
+GCK_HOT_FN void gck_unpack_codes(gck_format format, const uint8_t *packed, uint8_t *code)
+{
+    if (gck_code_bits(format) == 8) {
+        memcpy(code, packed, GCK_GROUP);
+        return;
+    }
+    for (int b = 0; b < 64; b++) {
+        code[2 * b] = packed[b] & 15;
+        code[2 * b + 1] = packed[b] >> 4;
+    }
+    for (int b = 0; b < 32 && gck_code_bits(format) == 6; b++) {
+        for (int k = 0; k < 4; k++) {
+            code[4 * b + k] |= (uint8_t)((packed[64 + b] >> (2 * k) & 3) << 4);
+        }
     }
 }
 

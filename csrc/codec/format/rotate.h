@@ -35,13 +35,23 @@ GCK_TABLE uint32_t gck_sign_words[GCK_NPATTERNS][4] = {GCK_SIGN_PATTERNS(GCK_FOU
  * (the same word's embedding) have errors that do not add up. */
 GCK_FN int gck_pattern(int64_t group) { return (int)((uint32_t)group * 0x9E3779B1u >> 28); }
 
-GCK_FN int gck_negated(int pattern, int i) { return (int)(gck_sign_words[pattern][i / 32] >> (i % 32)) & 1; }
-
 /* Transform in place.  The stages run in the order of the index bits 0, 1, ... 6, which is part of
  * the format, because float addition is not associative. */
 GCK_FN void gck_hadamard(float *y)
 {
-    for (int h = 1; h < GCK_GROUP; h *= 2) {
+    for (int i = 0; i < GCK_GROUP; i += 8) {       /* bits 0, 1, 2: written so that compilers use vectors */
+        float a[8], b[8];
+        for (int j = 0; j < 8; j++) {
+            a[j] = y[i + (j ^ 1)] + (j & 1 ? -y[i + j] : y[i + j]);
+        }
+        for (int j = 0; j < 8; j++) {
+            b[j] = a[j ^ 2] + (j & 2 ? -a[j] : a[j]);
+        }
+        for (int j = 0; j < 8; j++) {
+            y[i + j] = b[j ^ 4] + (j & 4 ? -b[j] : b[j]);
+        }
+    }
+    for (int h = 8; h < GCK_GROUP; h *= 2) {
         for (int i = 0; i < GCK_GROUP; i += 2 * h) {
             for (int j = i; j < i + h; j++) {
                 const float a = y[j], b = y[j + h];
@@ -52,37 +62,85 @@ GCK_FN void gck_hadamard(float *y)
     }
 }
 
-/* y = H (d o x), x[at] taken as zero (at < 0: none); returns amax(y). */
-GCK_SLOW_FN float gck_rotate(const void *x, gck_dtype dtype, int count, int at, int pattern, float *y)
+/* The values of a group, zeros for those that it lacks. */
+GCK_FN void gck_load_group(const void *x, gck_dtype dtype, int count, float *v)
 {
-    float amax = 0.f;
-
-    for (int i = 0; i < GCK_GROUP; i++) {
-        const float v = i < count && i != at ? gck_load(x, dtype, i) : 0.f;
-        y[i] = gck_negated(pattern, i) ? -v : v;
+    for (int i = 0; i < count; i++) {
+        v[i] = gck_load(x, dtype, i);
     }
-    gck_hadamard(y);
-    for (int i = 0; i < GCK_GROUP; i++) {
-        amax = gck_abs(y[i]) > amax ? gck_abs(y[i]) : amax;
+    for (int i = count; i < GCK_GROUP; i++) {
+        v[i] = 0.f;
     }
-    return amax;
 }
 
-/* x' = d o (H value) * unit, value integers: |sums| <= 128 * 255, exact in any order. */
-GCK_FN void gck_unrotate(int32_t *value, float unit, int pattern, void *x, gck_dtype dtype, int count)
+/* The largest |v| of n values; NaN is larger than any. */
+GCK_FN float gck_largest_of(const float *v, int n)
 {
-    for (int h = 1; h < GCK_GROUP; h *= 2) {
-        for (int i = 0; i < GCK_GROUP; i++) {
-            if (!(i & h)) {
-                const int32_t a = value[i], b = value[i + h];
-                value[i] = a + b;
-                value[i + h] = a - b;
+    int32_t largest = 0;
+
+    for (int i = 0; i < n; i++) {
+        const int32_t bits = (int32_t)(gck_bits(v[i]) & 0x7FFFFFFFu);
+        largest = bits > largest ? bits : largest;
+    }
+    return gck_float((uint32_t)largest);
+}
+
+/* d o y in place. */
+GCK_FN void gck_negate(float *y, int pattern)
+{
+    for (int w = 0; w < GCK_GROUP / 32; w++) {
+        const uint32_t word = gck_sign_words[pattern][w];
+        for (int i = 0; i < 32; i++) {
+            y[32 * w + i] = gck_float(gck_bits(y[32 * w + i]) ^ (word >> i & 1u) << 31);
+        }
+    }
+}
+
+/* y = H (d o x), x[at] taken as zero (at < 0: none); returns amax(y). */
+GCK_SLOW_FN float gck_rotate(const float *x, int at, int pattern, float *y)
+{
+    memcpy(y, x, GCK_GROUP * sizeof *y);
+    if (at >= 0) {
+        y[at] = 0.f;
+    }
+    gck_negate(y, pattern);
+    gck_hadamard(y);
+    return gck_largest_of(y, GCK_GROUP);
+}
+
+/* x' = d o (H value) * unit, and the mean, if it is not 0; value integers: |sums| <= 128 * 255, exact in
+ * any order. */
+GCK_FN void gck_unrotate(int32_t *value, float unit, float mean, int pattern, void *x, gck_dtype dtype, int count)
+{
+    for (int i = 0; i < GCK_GROUP; i += 8) {       /* as gck_hadamard() */
+        int32_t a[8], b[8];
+        for (int j = 0; j < 8; j++) {
+            a[j] = value[i + (j ^ 1)] + (j & 1 ? -value[i + j] : value[i + j]);
+        }
+        for (int j = 0; j < 8; j++) {
+            b[j] = a[j ^ 2] + (j & 2 ? -a[j] : a[j]);
+        }
+        for (int j = 0; j < 8; j++) {
+            value[i + j] = b[j ^ 4] + (j & 4 ? -b[j] : b[j]);
+        }
+    }
+    for (int h = 8; h < GCK_GROUP; h *= 2) {
+        for (int i = 0; i < GCK_GROUP; i += 2 * h) {
+            for (int j = i; j < i + h; j++) {
+                const int32_t a = value[j], b = value[j + h];
+                value[j] = a + b;
+                value[j + h] = a - b;
             }
         }
     }
+    float v[GCK_GROUP];
+
+    for (int i = 0; i < GCK_GROUP; i++) {
+        v[i] = (float)value[i] * unit;
+    }
+    gck_negate(v, pattern);
     for (int i = 0; i < count; i++) {
-        const float v = (float)value[i] * unit;
-        gck_store(x, dtype, i, gck_negated(pattern, i) ? -v : v);
+        gck_store(x, dtype, i, mean != 0.f ? v[i] + mean : v[i]);
     }
 }
 

@@ -50,7 +50,7 @@ INLINE size_t group_bytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) *
 
 /* Encode group `index` of its tensor.  amax: its float32 bits, exact if 0; else unused.  dither:
  * NULL rounds to nearest. */
-COLD void encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index,
+INLINE void encode_by_reference(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index,
                       const gck_dither *dither, uint8_t *codes, uint16_t *side)
 {
     uint16_t noise[GCK_GROUP];
@@ -64,6 +64,12 @@ COLD void encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_
         gck_noise_of_group(dither, index, noise);
     }
     gck_encode_group(format, x, dtype, GCK_GROUP, index, dither != NULL ? noise : NULL, codes, side);
+}
+
+COLD void encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index,
+                      const gck_dither *dither, uint8_t *codes, uint16_t *side)
+{
+    encode_by_reference(format, x, dtype, amax, index, dither, codes, side);
 }
 
 COLD void decode_rare(gck_format format, const uint8_t *codes, const uint16_t *side, int64_t index, void *x,

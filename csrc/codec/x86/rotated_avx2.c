@@ -1,6 +1,7 @@
 /* rotated_avx2.c: int8, int6 and int4 for AVX2. */
 #if defined(__x86_64__)
 
+#include "codec/x86/doubt_avx2.h"
 #include "codec/x86/integer_avx2.h"
 #include "codec/x86/noise_avx2.h"
 #include "codec/x86/rotate_avx2.h"
@@ -30,22 +31,11 @@ INLINE int count_large(const __m256i t[4])
     return n;
 }
 
-/* All ones where a value of the group escapes, which the sums of float16 do not show. */
-INLINE __m256i f16_escapes(const char *group, load_constants c)
-{
-    return _mm256_srli_epi32(_mm256_cmpgt_epi32(group_maxima(group, GCK_F16, c), _mm256_set1_epi32(0x7BFE0000)), 1);
-}
-
-/* Write the codes of t; returns the side word, or -1 for a group that may be in outlier form. */
+/* Write the codes of t; returns the side word. */
 INLINE int put_group(gck_format format, const __m256i t[4], uint16_t stored, uint8_t *out, int stream)
 {
-    const int large = count_large(t);
-
-    if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
-        return -1;
-    }
     if (format == GCK_INT6) {
-        const int uniform = large > GCK_MANY_LARGE;
+        const int uniform = count_large(t) > GCK_MANY_LARGE;
         if (uniform) {
             pack_int6(t, 1, out, stream);
         } else {
@@ -69,21 +59,13 @@ INLINE void noisy_levels(gck_format format, int uniform, const __m256 p[16], con
     }
 }
 
-/* The same for int8; 0 for a group that may be in outlier form: a p that counts as large has |t| >=
- * 63. */
-INLINE int put_noisy_int8(const __m256 p[16], const __m256i noise[8], uint8_t *out)
+INLINE void put_noisy_int8(const __m256 p[16], const __m256i noise[8], uint8_t *out)
 {
-    __m256i t[4];
-    int large = 0;
-
     for (int i = 0; i < 4; i++) {
-        t[i] = noisy_bytes(rounded_noisy((v16){p[2 * i], p[2 * i + 8]}, noise[2 * i]),
-                           rounded_noisy((v16){p[2 * i + 1], p[2 * i + 9]}, noise[2 * i + 1]));
-        const __m256i far = _mm256_cmpgt_epi8(_mm256_abs_epi8(t[i]), _mm256_set1_epi8(62));
-        large += __builtin_popcount((uint32_t)_mm256_movemask_epi8(far));
-        store(out + 32 * i, _mm256_permute4x64_epi64(t[i], 0xD8), 0);
+        const __m256i t = noisy_bytes(rounded_noisy((v16){p[2 * i], p[2 * i + 8]}, noise[2 * i]),
+                                      rounded_noisy((v16){p[2 * i + 1], p[2 * i + 9]}, noise[2 * i + 1]));
+        store(out + 32 * i, _mm256_permute4x64_epi64(t, 0xD8), 0);
     }
-    return large < GCK_MOST_LARGE;
 }
 
 /* As put_group(), from y and the step's inverse. */
@@ -98,7 +80,8 @@ INLINE int put_noisy_group(gck_format format, const __m256 y[16], float multipli
         p[k] = _mm256_mul_ps(y[k], inverse);
     }
     if (format == GCK_INT8) {
-        return put_noisy_int8(p, noise, out) ? stored : -1;
+        put_noisy_int8(p, noise, out);
+        return stored;
     }
     if (format == GCK_INT4) {
         noisy_levels(format, 0, p, noise, code);
@@ -107,10 +90,7 @@ INLINE int put_noisy_group(gck_format format, const __m256 y[16], float multipli
         }
         return stored;
     }
-    const int large = count_large_noisy(p), uniform = large > GCK_MANY_LARGE;
-    if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
-        return -1;
-    }
+    const int uniform = count_large_noisy(p) > GCK_MANY_LARGE;
     if (uniform) {
         noisy_levels(format, 1, p, noise, code);
     } else {
@@ -122,12 +102,16 @@ INLINE int put_noisy_group(gck_format format, const __m256 y[16], float multipli
 
 /* ---- encode: groups ---- */
 
+/* Encode or decode group `index` by the reference, with the instructions that this file may use.  amax: of
+ * y, if the group may be ordinary, and then the answer is whether it was not; 0: by all means. */
+typedef int encode_unusual(const char *group, float amax, int64_t index, const gck_dither *dither, uint8_t *codes,
+                           uint16_t *side);
+typedef void decode_unusual(const uint8_t *codes, const uint16_t *side, int64_t index, char *group);
+
 /* Encode int8 and int6.  dither: NULL rounds to nearest. */
 INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
-                   uint16_t *scales, int64_t index, const gck_dither *dither, int stream)
+                   uint16_t *scales, int64_t index, const gck_dither *dither, encode_unusual *unusual, int stream)
 {
-    /* max |y| >= max |x| up to rounding: below half the limit, no value escapes. */
-    const uint32_t top = dtype == GCK_F16 ? 0x7F7FFFFFu : gck_limit(dtype) - 0x00800000u;
     const size_t stride = group_nbytes(dtype);
     const load_constants c = constants_of(dtype);
     const __m256 rounder = kept_ps(ROUNDER);
@@ -140,36 +124,32 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
         const int n = ngroups - first < BATCH ? (int)(ngroups - first) : BATCH;
         const char *group = (const char *)x + (size_t)first * stride;
 
+        const batch_signs values = signs_of_batch(group, dtype, n);
         for (int j = 0; j < n; j++) {
             rotate_in_lanes(group + (size_t)j * stride, dtype, signs_of(index + first + j), y[j], c);
         }
         for (int j = 0; j < n; j++) {
             maxima[j] = rotate_between(y[j], abs);
-            if (dtype == GCK_F16) {
-                maxima[j] = _mm256_or_si256(maxima[j], f16_escapes(group + (size_t)j * stride, c));
-            }
         }
         const __m256i amax = maxima_of_batch(maxima);
         const batch_steps s = steps_of_batch(format, dither != NULL, amax);
-        const int odd = odd_groups(amax, top);
+        const int odd = odd_groups(amax, 0x7F7FFFFFu), doubtful = doubtful_groups(group, dtype, n, &values, amax, c);
+        _Alignas(32) float size[BATCH];
+        _mm256_store_ps(size, _mm256_castsi256_ps(amax));
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * gck_code_bytes(format);
             __m256i t[4];
-            int side;
             prefetch(group, stride, AHEAD);
-            if (odd >> j & 1) {
-                side = -1;
-            } else if (dither != NULL) {
+            if ((odd | doubtful) >> j & 1
+                && unusual(group, odd >> j & 1 ? 0.f : size[j], index + first + j, dither, out, scales + first + j)) {
+                continue;
+            }
+            if (dither != NULL) {
                 noise_of_group(&p, index + first + j, noise);
-                side = put_noisy_group(format, y[j], s.multiplier[j], s.stored[j], noise, out);
+                scales[first + j] = (uint16_t)put_noisy_group(format, y[j], s.multiplier[j], s.stored[j], noise, out);
             } else {
                 integers_of(y[j], s.multiplier[j], rounder, t);
-                side = put_group(format, t, s.stored[j], out, stream);
-            }
-            if (side >= 0) {
-                scales[first + j] = (uint16_t)side;
-            } else {
-                encode_odd(format, dtype, group, index + first + j, dither, out, scales + first + j);
+                scales[first + j] = (uint16_t)put_group(format, t, s.stored[j], out, stream);
             }
         }
     }
@@ -241,7 +221,7 @@ INLINE int beyond_fields(batch_steps s, const uint16_t least[BATCH])
 }
 
 INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
-                        uint16_t *side, int64_t index, const gck_dither *dither, int stream)
+                        uint16_t *side, int64_t index, const gck_dither *dither, encode_unusual *unusual, int stream)
 {
     const size_t stride = group_nbytes(dtype);
     const load_constants c = constants_of(dtype);
@@ -257,7 +237,8 @@ INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64
     for (int64_t first = 0; first < ngroups; first += BATCH) {
         const int n = ngroups - first < BATCH ? (int)(ngroups - first) : BATCH;
         const char *group = (const char *)x + (size_t)first * stride;
-        const __m256i raw = maxima_of_groups(group, dtype, n, c);
+        const batch_signs values = signs_of_batch(group, dtype, n);
+        const __m256i raw = _mm256_max_epi32(values.high, values.low);
         int odd = odd_groups(as_floats(raw, dtype, c), gck_limit(dtype));
 
         _mm256_store_si256((__m256i *)largest, raw);
@@ -273,14 +254,17 @@ INLINE void encode_int4(gck_format format, gck_dtype dtype, const void *x, int64
         }
         const __m256i amax = maxima_of_batch(maxima);
         const batch_steps s = steps_of_batch(format, dither != NULL, amax);
-        odd |= beyond_fields(s, o.least);
+        odd |= odd_groups(amax, 0x7F7FFFFFu) | beyond_fields(s, o.least);
+        const int doubtful = doubtful_groups(group, dtype, n, &values, amax, c);
+        _Alignas(32) float size[BATCH];
+        _mm256_store_ps(size, _mm256_castsi256_ps(amax));
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * gck_code_bytes(format);
             uint16_t *words = side + 2 * (first + j);
             __m256i t[4];
             prefetch(group, stride, AHEAD);
-            if (odd >> j & 1) {
-                encode_odd(format, dtype, group, index + first + j, dither, out, words);
+            if ((odd | doubtful) >> j & 1
+                && unusual(group, odd >> j & 1 ? 0.f : size[j], index + first + j, dither, out, words)) {
                 continue;
             }
             if (dither != NULL) {
@@ -333,7 +317,7 @@ INLINE uint32_t ordinary_step(gck_format format, const uint8_t *codes, const uin
         stored &= ~1u;
     }
     if (format == GCK_INT4) {
-        if ((side[1] & 0x7F80u) == GCK_INT4_UNROTATED) {
+        if ((side[1] & GCK_INT4_UNUSUAL) == GCK_INT4_UNUSUAL) {
             return ~0u;
         }
         stored = gck_int4_stored(side[0] & 511u, side[1]);
@@ -379,7 +363,7 @@ INLINE void copy_group(char *to, const char *from, gck_dtype dtype, int stream)
  * int4's outlier is written over the value in its place, except in memory that is written past the
  * caches: there a group goes through a buffer, one group later, when the stores are done. */
 INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side, int64_t ngroups,
-                   void *x, int64_t index, int stream)
+                   void *x, int64_t index, decode_unusual *unusual, int stream)
 {
     const size_t stride = group_nbytes(dtype), ncodes = gck_code_bytes(format), words = gck_side_words(format);
     const int late = format == GCK_INT4 && stream;
@@ -397,7 +381,7 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
         char *to = late ? held[g & 1] : group;
         sums_of_group(format, codes + (more ? ncodes : 0), side[more ? words : 0] & 1, w[~g & 1]);
         if (stored == ~0u) {
-            decode_odd(format, dtype, codes, side, index + g, to);
+            unusual(codes, side, index + g, to);
         } else {
             put_sums(dtype, w[g & 1], stored, signs_of(index + g), to, c, stream && !late);
             if (format == GCK_INT4) {
@@ -415,22 +399,54 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
 
 /* ---- kernels ---- */
 
-#define KERNELS(format, dtype, encode)                                                              \
-    void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
-                                            uint16_t *side, int64_t index, int streaming)           \
-    {                                                                                               \
-        STREAMED(encode, codes, format, dtype, x, ngroups, codes, side, index, NULL)                \
-    }                                                                                               \
-    void gck_avx2_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,   \
-                                                  uint16_t *side, const gck_dither *dither,         \
-                                                  int64_t index)                                    \
-    {                                                                                               \
-        encode(format, dtype, x, ngroups, codes, side, index, dither, 0);                           \
-    }                                                                                               \
-    void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,             \
-                                            int64_t ngroups, void *x, int64_t index, int streaming) \
-    {                                                                                               \
-        STREAMED(decode, x, format, dtype, codes, side, ngroups, x, index)                          \
+/* Zeros, which padding and masks produce often, must not cost that much. */
+INLINE int encode_by_reference(gck_format format, gck_dtype dtype, const char *group, int64_t index,
+                               const gck_dither *dither, uint8_t *codes, uint16_t *side)
+{
+    uint16_t noise[GCK_GROUP];
+
+    if (all_zero(group, group_nbytes(dtype), _mm256_set1_epi32(dtype == GCK_F32 ? 0x7FFFFFFF : 0x7FFF7FFF))) {
+        memset(codes, 0, gck_code_bytes(format));
+        memset(side, 0, 2 * gck_side_words(format));
+        return 1;
+    }
+    if (dither != NULL) {
+        gck_noise_of_group(dither, index, noise);
+    }
+    gck_encode_group(format, group, dtype, GCK_GROUP, index, dither != NULL ? noise : NULL, codes, side);
+    return 1;
+}
+
+#define KERNELS(format, dtype, encode)                                                                         \
+    static __attribute__((noinline)) int encode_unusual_##format##_##dtype(                                    \
+        const char *group, float amax, int64_t index, const gck_dither *dither, uint8_t *codes,                \
+        uint16_t *side)                                                                                        \
+    {                                                                                                          \
+        return amax > 0.f                                                                                      \
+            ? gck_encode_unusual(format, group, dtype, amax, index, dither, codes, side)                       \
+            : encode_by_reference(format, dtype, group, index, dither, codes, side);                           \
+    }                                                                                                          \
+    static __attribute__((noinline)) void decode_unusual_##format##_##dtype(                                   \
+        const uint8_t *codes, const uint16_t *side, int64_t index, char *group)                                \
+    {                                                                                                          \
+        gck_decode_group(format, codes, side, index, group, dtype, GCK_GROUP);                                 \
+    }                                                                                                          \
+    void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,                    \
+                                            uint16_t *side, int64_t index, int streaming)                      \
+    {                                                                                                          \
+        STREAMED(encode, codes, format, dtype, x, ngroups, codes, side, index, NULL,                           \
+                 encode_unusual_##format##_##dtype)                                                            \
+    }                                                                                                          \
+    void gck_avx2_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,              \
+                                                  uint16_t *side, const gck_dither *dither,                    \
+                                                  int64_t index)                                               \
+    {                                                                                                          \
+        encode(format, dtype, x, ngroups, codes, side, index, dither, encode_unusual_##format##_##dtype, 0);   \
+    }                                                                                                          \
+    void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,                        \
+                                            int64_t ngroups, void *x, int64_t index, int streaming)            \
+    {                                                                                                          \
+        STREAMED(decode, x, format, dtype, codes, side, ngroups, x, index, decode_unusual_##format##_##dtype)  \
     }
 #define DTYPES(format, encode)                                                                      \
     KERNELS(format, GCK_F32, encode)                                                                \

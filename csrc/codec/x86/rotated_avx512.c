@@ -1,5 +1,6 @@
 /* rotated_avx512.c: int8, int6 and int4 on AVX-512. */
 #if defined(__x86_64__)
+#include "codec/x86/doubt_avx512.h"
 #include "codec/x86/integer_avx512.h"
 #include "codec/x86/noise_avx512.h"
 #include "codec/x86/rotate_avx512.h"
@@ -10,23 +11,18 @@
 typedef struct {
     __m512   y[8];
     uint32_t amax;                                 /* of y, float32 bits; ~0: no ordinary group */
-    uint32_t at, outlier, least;                   /* int4: see gck_encode_int4()               */
+    uint32_t at, outlier, least;                   /* int4: see gck_encode_rotated()            */
+    uint32_t raw;                                  /* the largest |x|, in the bits of its dtype */
+    int      doubtful;
     __m512i  noise[4];                             /* of the group, if it is dithered           */
 } rotated;
 
-/* 1 when the group is ordinary.  If every y is finite, no stage overflowed, and by Parseval max |y|
- * >= max |x| up to 7 roundings of sums of 128 values: 1 part in 10^4.  So below 2^99 = 6.3e29 no x
- * is beyond 1e30. float16 escapes far below that and is tested before. */
+/* 1 when amax is finite, and not tiny. */
 INLINE int ordinary_rotated(uint32_t amax)
 {
     const uint32_t low = gck_bits(GCK_TINY);
 
-    return amax - low < gck_bits(0x1p99f) - low;
-}
-
-INLINE int escapes_f16(const constants *c, const void *x)
-{
-    return _mm512_cmpgt_epu16_mask(abs_max_words(c, x), all16(0x7BFEu)) != 0;      /* 65472 */
+    return amax - low < 0x7F800000u - low;
 }
 
 /* The first value whose bits without the sign are `raw`, the largest of the group. */
@@ -51,9 +47,9 @@ INLINE uint32_t first_equal(const constants *c, gck_dtype dtype, const void *x, 
 INLINE void rotate_without_outlier(const constants *c, gck_dtype dtype, const void *x, const uint32_t *signs,
                                    int noisy, rotated *r)
 {
-    const uint32_t raw = abs_max_raw(c, x, dtype), largest = bits_of_raw(raw, dtype);
+    const uint32_t largest = bits_of_raw(r->raw, dtype);
 
-    r->at = first_equal(c, dtype, x, raw);
+    r->at = first_equal(c, dtype, x, r->raw);
     const uint64_t place = (uint64_t)1 << (r->at & 63u);
     const uint64_t kept[2] = {r->at < 64 ? ~place : ~(uint64_t)0, r->at < 64 ? ~(uint64_t)0 : ~place};
     rotate(c, dtype, x, kept, signs, r->y);
@@ -67,9 +63,9 @@ INLINE void rotate_without_outlier(const constants *c, gck_dtype dtype, const vo
     r->least = gck_int4_low(r->outlier) << 3;
 }
 
-/* Group `index` of its tensor. */
+/* Group `index` of its tensor, number i of its tile. */
 INLINE void rotate_group(const constants *c, gck_format format, gck_dtype dtype, const void *x, int64_t index,
-                         const philox *p, rotated *r)
+                         const tile_signs *t, int i, const philox *p, rotated *r)
 {
     const uint32_t *signs = gck_sign_words[gck_pattern(index)];
 
@@ -77,12 +73,14 @@ INLINE void rotate_group(const constants *c, gck_format format, gck_dtype dtype,
         noise_of_group(p, index, r->noise);
     }
 
+    r->raw = t->raw[i];
     if (format == GCK_INT4) {
         rotate_without_outlier(c, dtype, x, signs, p->dither != NULL, r);
     } else {
         rotate(c, dtype, x, NULL, signs, r->y);
-        r->amax = dtype == GCK_F16 && escapes_f16(c, x) ? ~0u : rotated_max_bits(r->y);
+        r->amax = rotated_max_bits(r->y);
     }
+    r->doubtful = is_doubtful(c, dtype, x, t, i, r->amax);
 }
 
 /* How many of 64 codes have different upper two bits. */
@@ -93,16 +91,12 @@ INLINE int count_large(__m512i t)
     return __builtin_popcountll(_mm512_movepi8_mask(differ));
 }
 
-/* The codes of an int8 or int6 group and its side word; 0 if it may be in outlier form. */
-INLINE int pack_group(const constants *c, gck_format format, __m512i t0, __m512i t1, uint32_t stored, uint8_t *codes,
+/* The codes of an int8 or int6 group and its side word. */
+INLINE void pack_group(const constants *c, gck_format format, __m512i t0, __m512i t1, uint32_t stored, uint8_t *codes,
                       uint16_t *side, int stream)
 {
-    const int large = count_large(t0) + count_large(t1);
-    const int uniform = format == GCK_INT6 && large > GCK_MANY_LARGE;
+    const int uniform = format == GCK_INT6 && count_large(t0) + count_large(t1) > GCK_MANY_LARGE;
 
-    if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
-        return 0;
-    }
     if (format == GCK_INT8) {
         put(codes, t0, stream);
         put(codes + 64, t1, stream);
@@ -112,12 +106,10 @@ INLINE int pack_group(const constants *c, gck_format format, __m512i t0, __m512i
         pack_int6(c, t0, t1, 0, codes, stream);
     }
     side[0] = (uint16_t)(stored | (uint32_t)uniform);
-    return 1;
 }
 
-/* Write the codes of a group with stochastic rounding, and the side word of int8 and int6; 0 if it
- * may be in outlier form: a p that counts as large is at least 63 in magnitude as an integer. */
-INLINE int pack_noisy_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r, uint32_t stored,
+/* Write the codes of a group with stochastic rounding, and the side word of int8 and int6. */
+INLINE void pack_noisy_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r, uint32_t stored,
                             __m512 inverse, uint8_t *codes, uint16_t *side)
 {
     __m512 p[8];
@@ -129,23 +121,18 @@ INLINE int pack_noisy_group(const constants *c, gck_format format, gck_dtype dty
     if (format == GCK_INT8) {
         a = quantise_noisy(c, dtype, p, r->noise);
         b = quantise_noisy(c, dtype, p + 4, r->noise + 2);
-        const __mmask64 far_a = _mm512_cmpgt_epi8_mask(_mm512_abs_epi8(a), all32(0x3E3E3E3Eu));
-        const __mmask64 far_b = _mm512_cmpgt_epi8_mask(_mm512_abs_epi8(b), all32(0x3E3E3E3Eu));
         put(codes, a, 0);
         put(codes + 64, b, 0);
         side[0] = (uint16_t)stored;
-        return __builtin_popcountll(far_a) + __builtin_popcountll(far_b) < GCK_MOST_LARGE;
+        return;
     }
     if (format == GCK_INT4) {
         a = level_bytes_noisy(c, format, dtype, 0, p, r->noise);
         b = level_bytes_noisy(c, format, dtype, 0, p + 4, r->noise + 2);
         put(codes, packed_nibbles(c, raised(c, a), raised(c, b)), 0);
-        return 1;
+        return;
     }
-    const int large = count_large_noisy(p), uniform = large > GCK_MANY_LARGE;
-    if (__builtin_expect(large >= GCK_MOST_LARGE, 0)) {
-        return 0;
-    }
+    const int uniform = count_large_noisy(p) > GCK_MANY_LARGE;
     if (uniform) {
         a = level_bytes_noisy(c, format, dtype, 1, p, r->noise);
         b = level_bytes_noisy(c, format, dtype, 1, p + 4, r->noise + 2);
@@ -155,66 +142,82 @@ INLINE int pack_noisy_group(const constants *c, gck_format format, gck_dtype dty
     }
     put_int6(c, a, b, codes, 0);
     side[0] = (uint16_t)(stored | (uint32_t)uniform);
-    return 1;
 }
 
 /* The same, to nearest. */
-INLINE int pack_nearest_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r, uint32_t stored,
-                              __m512 inverse, uint8_t *codes, uint16_t *side, int stream)
+INLINE void pack_nearest_group(const constants *c, gck_format format, gck_dtype dtype, const rotated *r,
+                               uint32_t stored, __m512 inverse, uint8_t *codes, uint16_t *side, int stream)
 {
     const __m512i t0 = quantise(c, dtype, r->y, inverse), t1 = quantise(c, dtype, r->y + 4, inverse);
 
     if (format == GCK_INT4) {
         pack_int4(c, t0, t1, codes, stream);
-        return 1;
+        return;
     }
-    return pack_group(c, format, t0, t1, stored, codes, side, stream);
+    pack_group(c, format, t0, t1, stored, codes, side, stream);
 }
 
+/* Encode or decode group `index` by the reference, with the instructions that this file may use.  amax: of
+ * y, if the group may be ordinary, and then the answer is whether it was not; 0: by all means. */
+typedef int encode_unusual(const void *x, uint32_t raw, float amax, int64_t index, const gck_dither *dither,
+                           uint8_t *codes, uint16_t *side);
+typedef void decode_unusual(const uint8_t *codes, const uint16_t *side, int64_t index, void *x);
+
 INLINE void encode_group(const constants *c, gck_format format, gck_dtype dtype, const void *x, const rotated *r,
-                         int64_t index, const gck_dither *dither, uint8_t *codes, uint16_t *side, int stream)
+                         int64_t index, const gck_dither *dither, encode_unusual *unusual, uint8_t *codes,
+                         uint16_t *side, int stream)
 {
     const uint32_t stored = gck_stored(format, 0, dither != NULL, gck_float(r->amax));
     const int ordinary = format == GCK_INT4 ? r->amax - 1u < ~0u - 1u && stored >= r->least : ordinary_rotated(r->amax);
 
-    if (!ordinary) {
-        encode_rare(format, x, dtype, abs_max_raw(c, x, dtype), index, dither, codes, side);
+    if ((!ordinary || r->doubtful)
+        && unusual(x, r->raw, ordinary ? gck_float(r->amax) : 0.f, index, dither, codes, side)) {
         return;
     }
     const __m512 inverse = _mm512_set1_ps(gck_inverse(format, 0, stored));
-    const int packed = dither != NULL
-        ? pack_noisy_group(c, format, dtype, r, stored, inverse, codes, side)
-        : pack_nearest_group(c, format, dtype, r, stored, inverse, codes, side, stream);
+    if (dither != NULL) {
+        pack_noisy_group(c, format, dtype, r, stored, inverse, codes, side);
+    } else {
+        pack_nearest_group(c, format, dtype, r, stored, inverse, codes, side, stream);
+    }
     if (format == GCK_INT4) {
         side[0] = (uint16_t)(r->at << 9 | (((stored - r->least) >> 3) + 1u));
         side[1] = (uint16_t)r->outlier;
-    } else if (!packed) {
-        encode_rare(format, x, dtype, r->amax, index, dither, codes, side);
     }
 }
 
 /* Two groups at a time: the second is rotated while the scale of the first, a long chain of scalar
  * operations, is being computed. */
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
-                          uint8_t *codes, uint16_t *side, int64_t index, const gck_dither *dither, int streaming)
+                          uint8_t *codes, uint16_t *side, int64_t index, const gck_dither *dither,
+                          encode_unusual *unusual, int streaming)
 {
     const int stream = can_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
     const size_t stride = group_bytes(dtype), ncodes = gck_code_bytes(format), words = gck_side_words(format);
     const philox p = philox_of(dither);
     const char *at = x;
+    tile_signs t = {.doubtful = 0};
     rotated a, b;
     int64_t g = 0;
 
     for (; g + 2 <= ngroups; g += 2, at += 2 * stride, codes += 2 * ncodes, side += 2 * words) {
-        rotate_group(&c, format, dtype, at, index + g, &p, &a);
-        rotate_group(&c, format, dtype, at + stride, index + g + 1, &p, &b);
-        encode_group(&c, format, dtype, at, &a, index + g, dither, codes, side, stream);
-        encode_group(&c, format, dtype, at + stride, &b, index + g + 1, dither, codes + ncodes, side + words, stream);
+        const int i = (int)(g % TILE);
+        if (i == 0) {
+            signs_of_tile(dtype, at, ngroups - g < TILE ? (int)(ngroups - g) : TILE, &t);
+        }
+        rotate_group(&c, format, dtype, at, index + g, &t, i, &p, &a);
+        rotate_group(&c, format, dtype, at + stride, index + g + 1, &t, i + 1, &p, &b);
+        encode_group(&c, format, dtype, at, &a, index + g, dither, unusual, codes, side, stream);
+        encode_group(&c, format, dtype, at + stride, &b, index + g + 1, dither, unusual, codes + ncodes, side + words,
+                     stream);
     }
     if (g < ngroups) {
-        rotate_group(&c, format, dtype, at, index + g, &p, &a);
-        encode_group(&c, format, dtype, at, &a, index + g, dither, codes, side, stream);
+        if (g % TILE == 0) {
+            signs_of_tile(dtype, at, 1, &t);
+        }
+        rotate_group(&c, format, dtype, at, index + g, &t, (int)(g % TILE), &p, &a);
+        encode_group(&c, format, dtype, at, &a, index + g, dither, unusual, codes, side, stream);
     }
     if (stream) {
         _mm_sfence();
@@ -292,13 +295,13 @@ INLINE uint32_t ordinary_step(gck_format format, const uint16_t *side)
     if (format == GCK_INT6) {
         stored &= ~1u;
     } else if (format == GCK_INT4) {
-        stored = (side[1] & 0x7F80u) == GCK_INT4_UNROTATED ? ~0u : gck_int4_stored(stored & 511u, side[1]);
+        stored = (side[1] & GCK_INT4_UNUSUAL) == GCK_INT4_UNUSUAL ? ~0u : gck_int4_stored(stored & 511u, side[1]);
     }
     return stored == 0 || stored - low < (255u << 7) - low ? stored : ~0u;
 }
 
 INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side,
-                          int64_t ngroups, void *x, int64_t index, int streaming)
+                          int64_t ngroups, void *x, int64_t index, decode_unusual *unusual, int streaming)
 {
     const int stream = can_stream(x, streaming);
     const constants c = make_constants(format, dtype);
@@ -310,7 +313,7 @@ INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *cod
         if (stored != ~0u) {
             decode_group(&c, format, dtype, codes, stored, side, index + g, at, stream);
         } else {
-            decode_rare(format, codes, side, index + g, at, dtype);
+            unusual(codes, side, index + g, at);
         }
         codes += gck_code_bytes(format);
         side += gck_side_words(format);
@@ -321,9 +324,46 @@ INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *cod
     }
 }
 
-GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT8)
-GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT6)
-GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT4)
+/* ---- kernels ---- */
+
+#define BODY(format, dtype)                                                                                     \
+    static __attribute__((noinline)) int encode_unusual_##format##_##dtype(                                     \
+        const void *x, uint32_t raw, float amax, int64_t index, const gck_dither *dither, uint8_t *codes,       \
+        uint16_t *side)                                                                                         \
+    {                                                                                                           \
+        if (amax > 0.f) {                                                                                       \
+            return gck_encode_unusual(format, x, dtype, amax, index, dither, codes, side);                      \
+        }                                                                                                       \
+        encode_by_reference(format, x, dtype, raw, index, dither, codes, side);                                 \
+        return 1;                                                                                               \
+    }                                                                                                           \
+    static __attribute__((noinline)) void decode_unusual_##format##_##dtype(                                    \
+        const uint8_t *codes, const uint16_t *side, int64_t index, void *x)                                     \
+    {                                                                                                           \
+        gck_decode_group(format, codes, side, index, x, dtype, GCK_GROUP);                                      \
+    }                                                                                                           \
+    void gck_avx512_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,                   \
+                                              uint16_t *side, int64_t index, int streaming)                     \
+    {                                                                                                           \
+        encode_groups(format, dtype, x, ngroups, codes, side, index, NULL, encode_unusual_##format##_##dtype,   \
+                      streaming);                                                                               \
+    }                                                                                                           \
+    void gck_avx512_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,             \
+                                                    uint16_t *side, const gck_dither *dither,                   \
+                                                    int64_t index)                                              \
+    {                                                                                                           \
+        encode_groups(format, dtype, x, ngroups, codes, side, index, dither, encode_unusual_##format##_##dtype, \
+                      0);                                                                                       \
+    }                                                                                                           \
+    void gck_avx512_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,                       \
+                                              int64_t ngroups, void *x, int64_t index, int streaming)           \
+    {                                                                                                           \
+        decode_groups(format, dtype, codes, side, ngroups, x, index, decode_unusual_##format##_##dtype,         \
+                      streaming);                                                                               \
+    }
+GCK_AVX512_DTYPES(BODY, GCK_INT8)
+GCK_AVX512_DTYPES(BODY, GCK_INT6)
+GCK_AVX512_DTYPES(BODY, GCK_INT4)
 
 #else
 typedef int gck_rotated_avx512_is_empty;       /* ISO C requires a declaration in every file */

@@ -24,7 +24,13 @@ typedef union {
     uint64_t u64[8];
 } __m512i;
 typedef struct { float f[16]; } __m512;
-typedef union { int8_t i8[32]; uint8_t u8[32]; uint16_t u16[16]; uint64_t u64[4]; } __m256i;
+typedef union {
+    int8_t   i8[32];
+    uint8_t  u8[32];
+    uint16_t u16[16];
+    uint32_t u32[8];
+    uint64_t u64[4];
+} __m256i;
 typedef uint16_t __mmask16;
 typedef uint32_t __mmask32;
 typedef uint64_t __mmask64;
@@ -240,6 +246,8 @@ INTEGERS(_mm512_min_epu8, u8, 64, a.u8[i] < b.u8[i] ? a.u8[i] : b.u8[i])
 INTEGERS(_mm512_max_epu32, u32, 16, a.u32[i] > b.u32[i] ? a.u32[i] : b.u32[i])
 INTEGERS(_mm512_min_epu32, u32, 16, a.u32[i] < b.u32[i] ? a.u32[i] : b.u32[i])
 INTEGERS(_mm512_max_epu16, u16, 32, a.u16[i] > b.u16[i] ? a.u16[i] : b.u16[i])
+INTEGERS(_mm512_max_epi32, i32, 16, a.i32[i] > b.i32[i] ? a.i32[i] : b.i32[i])
+INTEGERS(_mm512_max_epi16, i16, 32, a.i16[i] > b.i16[i] ? a.i16[i] : b.i16[i])
 INTEGERS(_mm512_min_epu16, u16, 32, a.u16[i] < b.u16[i] ? a.u16[i] : b.u16[i])
 
 /* (a b >> 14) + 1 >> 1, shifts of negative numbers rounding down. */
@@ -315,6 +323,7 @@ OP __m512i _mm512_mask_xor_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m5
 MASK(_mm512_testn_epi32_mask, __mmask16, 16, (a.u32[i] & b.u32[i]) == 0)
 MASK(_mm512_cmplt_epu32_mask, __mmask16, 16, a.u32[i] < b.u32[i])
 MASK(_mm512_cmpgt_epu16_mask, __mmask32, 32, a.u16[i] > b.u16[i])
+MASK(_mm512_cmpgt_epi32_mask, __mmask16, 16, a.i32[i] > b.i32[i])
 
 MASK(_mm512_cmpeq_epi32_mask, __mmask16, 16, a.u32[i] == b.u32[i])
 MASK(_mm512_cmpeq_epi16_mask, __mmask32, 32, a.u16[i] == b.u16[i])
@@ -579,6 +588,38 @@ OP __m512i _mm512_mask_sub_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m5
 OP __m512 _mm512_mask_sub_ps(__m512 otherwise, __mmask16 m, __m512 a, __m512 b)
 {
     return _mm512_mask_blend_ps(m, otherwise, _mm512_sub_ps(a, b));
+}
+
+UNARY(_mm512_cvtepi64_epi32, __m256i, u32, __m512i, 8, (uint32_t)a.u64[i])
+
+BINARY(_mm256_max_epu16, __m256i, u16, __m256i, __m256i, 16, a.u16[i] > b.u16[i] ? a.u16[i] : b.u16[i])
+BINARY(_mm256_max_epu32, __m256i, u32, __m256i, __m256i, 8, a.u32[i] > b.u32[i] ? a.u32[i] : b.u32[i])
+
+OP __m128i _mm256_extracti128_si256(__m256i a, int half)
+{
+    return _mm_loadu_si128((const __m128i *)(const void *)(a.u32 + 4 * (half & 1)));
+}
+
+OP __m128i _mm256_castsi256_si128(__m256i a) { return _mm256_extracti128_si256(a, 0); }
+
+/* Halves of a (0, 1) and b (2, 3), by two bits each; zeros are not asked for. */
+OP __m256i _mm256_permute2x128_si256(__m256i a, __m256i b, int which)
+{
+    __m256i r;
+    for (int half = 0; half < 2; half++) {
+        const int from = which >> (4 * half) & 3;
+        memcpy(r.u32 + 4 * half, (from & 2 ? b.u32 : a.u32) + 4 * (from & 1), 16);
+    }
+    return r;
+}
+
+OP __mmask32 _mm512_movepi16_mask(__m512i a)
+{
+    __mmask32 m = 0;
+    for (int i = 0; i < 32; i++) {
+        m |= (__mmask32)(a.u16[i] >> 15) << i;
+    }
+    return m;
 }
 
 OP __mmask16 _mm512_movepi32_mask(__m512i a)

@@ -65,6 +65,8 @@ static inline int __float_as_int(float f)
 
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
+static inline int __ffsll(long long x) { return __builtin_ffsll(x); }
+
 /* Only the lower three bits of a selector are promised. */
 static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selectors)
 {
@@ -176,6 +178,25 @@ static inline float ptx_f32_f16(uint16_t h)
 
     return (float)(h & 0x8000u ? -v : v);
 }
+
+/* As integers: what is below zero counts down. */
+static inline uint32_t emulated_of_pairs(uint32_t a, uint32_t b, unsigned infinity, bool larger)
+{
+    uint32_t r = 0;
+
+    for (int half = 0; half < 2; half++) {
+        const unsigned p = a >> (16 * half) & 0xFFFFu, q = b >> (16 * half) & 0xFFFFu;
+        const int m = p & 0x8000u ? -(int)(p & 0x7FFFu) : (int)p, n = q & 0x8000u ? -(int)(q & 0x7FFFu) : (int)q;
+        const unsigned chosen = (p & 0x7FFFu) > infinity ? q : (q & 0x7FFFu) > infinity ? p : (m > n) == larger ? p : q;
+        r |= chosen << (16 * half);
+    }
+    return r;
+}
+
+static inline uint32_t ptx_max_f16x2(uint32_t a, uint32_t b) { return emulated_of_pairs(a, b, 0x7C00, true); }
+static inline uint32_t ptx_min_f16x2(uint32_t a, uint32_t b) { return emulated_of_pairs(a, b, 0x7C00, false); }
+static inline uint32_t ptx_max_bf16x2(uint32_t a, uint32_t b) { return emulated_of_pairs(a, b, 0x7F80, true); }
+static inline uint32_t ptx_min_bf16x2(uint32_t a, uint32_t b) { return emulated_of_pairs(a, b, 0x7F80, false); }
 
 static inline unsigned emulated_fp8(float v, int exponent, int mantissa, unsigned last)
 {
