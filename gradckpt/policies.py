@@ -157,7 +157,7 @@ def is_known(policy: Any) -> bool:
     return isinstance(policy, Policy)
 
 
-def as_policy(policy_or_ops: PolicyOrOps) -> Policy | None:
+def as_policy(policy_fn_or_list: PolicyOrOps) -> Policy | None:
     """Return the policy that a name, list or mapping means, or None for a function.
 
     Raises:
@@ -165,21 +165,21 @@ def as_policy(policy_or_ops: PolicyOrOps) -> Policy | None:
             arguments.
         TypeError: It is neither a function, nor operators, nor a policy.
     """
-    if isinstance(policy_or_ops, Policy):
-        return policy_or_ops
-    if isinstance(policy_or_ops, str):
-        return by_name(policy_or_ops)
-    if isinstance(policy_or_ops, Mapping):
-        for op in policy_or_ops:
+    if isinstance(policy_fn_or_list, Policy):
+        return policy_fn_or_list
+    if isinstance(policy_fn_or_list, str):
+        return by_name(policy_fn_or_list)
+    if isinstance(policy_fn_or_list, Mapping):
+        for op in policy_fn_or_list:
             check_op(op)
-        return Policy(rule_of(op, answer) for op, answer in policy_or_ops.items())
-    if isinstance(policy_or_ops, (list, tuple, set, frozenset)):
-        return _of_list(tuple(policy_or_ops))
-    if callable(policy_or_ops) and not isinstance(policy_or_ops, (OpOverload, OpOverloadPacket)):
+        return Policy(rule_of(op, answer) for op, answer in policy_fn_or_list.items())
+    if isinstance(policy_fn_or_list, (list, tuple, set, frozenset)):
+        return _of_list(tuple(policy_fn_or_list))
+    if callable(policy_fn_or_list) and not isinstance(policy_fn_or_list, (OpOverload, OpOverloadPacket)):
         return None
     raise TypeError(
-        'gradckpt: a policy is a name ("save_matmuls:int8"), one of gradckpt.policies, a list or mapping of '
-        f"OpOverload, or a function; not {type(policy_or_ops).__name__}"
+        "gradckpt: a policy is either a function or a list of ops (OpOverload), a mapping of them, a name "
+        f'("save_matmuls:int8"), or one of gradckpt.policies; not {type(policy_fn_or_list).__name__}'
     )
 
 

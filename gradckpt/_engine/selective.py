@@ -77,14 +77,14 @@ class RecomputeContext(_C.Context, private.CachedMode):  # type: ignore[misc]
 
 
 def create_selective_checkpoint_contexts(
-    policy_or_ops: PolicyOrOps, allow_cache_entry_mutation: bool = False, *, reusable: bool = False
+    policy_fn_or_list: PolicyOrOps, allow_cache_entry_mutation: bool = False, *, reusable: bool = False
 ) -> tuple[ForwardContext, RecomputeContext]:
     """Return the two contexts of ``context_fn=``, for :func:`gradckpt.checkpoint` or torch's.
 
     A drop-in for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
     Args:
-        policy_or_ops: A list of ``OpOverload``: their outputs are kept. A mapping of them to
+        policy_fn_or_list: A list of ``OpOverload``: their outputs are kept. A mapping of them to
             ``gradckpt.policies.save("int8")``, a codec's name, a ``CheckpointPolicy`` or a bool. A
             :class:`Policy` (see ``gradckpt.policies``) or its name, ``"save_matmuls:int8"``. Or a
             function ``policy(ctx, op, *args, **kwargs)`` that answers
@@ -108,22 +108,22 @@ def create_selective_checkpoint_contexts(
 
     Source: torch.utils.checkpoint; Korthikanti et al. 2022, arXiv:2205.05198.
     """
-    policy = as_policy(policy_or_ops)
+    policy = as_policy(policy_fn_or_list)
     traced = private.is_tracing_checkpoint()
     if policy is None and traced:
-        policy_or_ops = _policy_for_graph(policy_or_ops)
+        policy_fn_or_list = _policy_for_graph(policy_fn_or_list)
     if not _TRACES_OURS and traced:
-        policy_fn = policy_or_ops if policy is None else asker(_with_discrete(policy))
+        policy_fn = policy_fn_or_list if policy is None else asker(_with_discrete(policy))
         made: Any = private.imported_contexts(policy_fn, allow_cache_entry_mutation)
         return made  # type: ignore[no-any-return]
     global latest
-    latest = latest if traced else policy_or_ops if policy is None else policy
+    latest = latest if traced else policy_fn_or_list if policy is None else policy
     if policy is not None and not traced:
         policy = keeping_effects(policy)
     by_key = policy is not None and policy.catchable
     settings = allow_cache_entry_mutation, reusable, _C.hooks_are_lossy()
     if policy is None:
-        store, policy_fn = _C.make_op_storage(NO_NAMES, *settings), policy_or_ops
+        store, policy_fn = _C.make_op_storage(NO_NAMES, *settings), policy_fn_or_list
     else:
         store = _C.make_op_storage(policy.names, *settings)
         policy_fn = asker(_with_discrete(policy))
@@ -200,15 +200,15 @@ def _policy_for_graph(policy_fn: Any) -> Callable[..., Any]:
     return answer_for_graph
 
 
-def unmixed_in_graph(policy_or_ops: PolicyOrOps, restored: bool) -> PolicyOrOps:
+def unmixed_in_graph(policy_fn_or_list: PolicyOrOps, restored: bool) -> PolicyOrOps:
     """Return the policy of a graph, without the results that would be mixed with restored values.
 
     ``restored``: those of the region's inputs. See csrc/engine/selective/op_mixing.h.
     """
-    policy = as_policy(policy_or_ops)
+    policy = as_policy(policy_fn_or_list)
     if policy is not None:
         return unmixed(policy, restored)
-    return functools.partial(_ask_for_products, policy_or_ops) if restored else policy_or_ops
+    return functools.partial(_ask_for_products, policy_fn_or_list) if restored else policy_fn_or_list
 
 
 def _ask_for_products(policy_fn: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

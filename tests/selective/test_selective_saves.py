@@ -109,9 +109,9 @@ BAD = [
     (lambda: contexts({aten.mm.out: True}), ValueError, "aten.mm.out writes to its arguments"),
     (lambda: contexts({aten.mm.default: 3}), TypeError, r"returned 3 for aten\.mm\.default"),
     (lambda: contexts({aten.mm.default: "int9"}), ValueError, "unknown codec 'int9'"),
-    (lambda: contexts(3), TypeError, r'a policy is a name \("save_matmuls:int8"\), .* or a function; not int'),
-    (lambda: contexts(None), TypeError, "or a function; not NoneType"),
-    (lambda: contexts(aten.mm.default), TypeError, "a list or mapping of OpOverload, or a function; not OpOverload"),
+    (lambda: contexts(3), TypeError, r"a policy is either a function or a list of ops .*; not int"),
+    (lambda: contexts(None), TypeError, "or one of gradckpt.policies; not NoneType"),
+    (lambda: contexts(aten.mm.default), TypeError, "or one of gradckpt.policies; not OpOverload"),
     (lambda: contexts("save_matmul"), ValueError, "unknown policy 'save_matmul'; did you mean 'save_matmuls'"),
     (lambda: gradckpt.policies.save("int9"), ValueError, "unknown codec"),
     (
