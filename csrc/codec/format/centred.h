@@ -356,9 +356,9 @@ GCK_FN void gck_put_header(const gck_centred *c, const float *x, gck_header *h)
 
 /* ---- encode, decode ---- */
 
-/* y: as gck_centre() left it. */
+/* y: as gck_centre() left it.  Rounded to nearest: with stochastic rounding no group is centred. */
 GCK_SLOW_FN void gck_encode_centred(gck_format format, const gck_centred *c, const float *x, const float *y,
-                                    const uint16_t *noise, uint8_t *codes, uint16_t *side)
+                                    uint8_t *codes, uint16_t *side)
 {
     gck_header h = {{0, 0, 0}, 0};
     const float inv = c->stored > 0 ? gck_inverse(format, 0, c->stored) : 0.f;
@@ -366,7 +366,7 @@ GCK_SLOW_FN void gck_encode_centred(gck_format format, const gck_centred *c, con
     uint8_t code[GCK_GROUP];
 
     gck_put_header(c, x, &h);
-    gck_codes_of(format, y, c->stored, 0, inv, noise, code);
+    gck_codes_of(format, y, c->stored, 0, inv, NULL, code);
     for (int b = beside; b < h.at; b++) {
         const int i = (b - beside) % GCK_GROUP, plane = (b - beside) / GCK_GROUP;
         code[i] = (uint8_t)((code[i] & ~(1 << plane)) | (int)gck_header_bit(&h, b) << plane);

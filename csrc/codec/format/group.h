@@ -199,7 +199,7 @@ GCK_SLOW_FN int gck_encode_doubtful(gck_format format, const float *values, gck_
     if (apart <= beside && !(few && beside == 0.f)) {
         gck_encode_classes(format, &classes, values, dtype, noise, codes, side);
     } else {
-        gck_encode_centred(format, &centred, values, y, noise, codes, side);
+        gck_encode_centred(format, &centred, values, y, codes, side);
     }
     return 1;
 }
