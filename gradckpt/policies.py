@@ -178,7 +178,7 @@ def as_policy(policy_fn_or_list: PolicyOrOps) -> Policy | None:
     if callable(policy_fn_or_list) and not isinstance(policy_fn_or_list, (OpOverload, OpOverloadPacket)):
         return None
     raise TypeError(
-        "gradckpt: a policy is either a function or a list of ops (OpOverload), a mapping of them, a name "
+        "gradckpt: a policy is a function or a list of ops (OpOverload), a mapping of them, a name "
         f'("save_matmuls:int8"), or one of gradckpt.policies; not {type(policy_fn_or_list).__name__}'
     )
 

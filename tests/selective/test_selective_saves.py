@@ -109,7 +109,7 @@ BAD = [
     (lambda: contexts({aten.mm.out: True}), ValueError, "aten.mm.out writes to its arguments"),
     (lambda: contexts({aten.mm.default: 3}), TypeError, r"returned 3 for aten\.mm\.default"),
     (lambda: contexts({aten.mm.default: "int9"}), ValueError, "unknown codec 'int9'"),
-    (lambda: contexts(3), TypeError, r"a policy is either a function or a list of ops .*; not int"),
+    (lambda: contexts(3), TypeError, r"a policy is a function or a list of ops .*; not int"),
     (lambda: contexts(None), TypeError, "or one of gradckpt.policies; not NoneType"),
     (lambda: contexts(aten.mm.default), TypeError, "or one of gradckpt.policies; not OpOverload"),
     (lambda: contexts("save_matmul"), ValueError, "unknown policy 'save_matmul'; did you mean 'save_matmuls'"),
