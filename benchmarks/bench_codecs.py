@@ -76,14 +76,16 @@ class Values:
             list(self.pool.map(lambda at: ctypes.memmove(out + at, x + at, each), places))
 
 
-def decode_into(payload: gradckpt.codecs.Payload, out: torch.Tensor) -> None:
-    torch.ops.gradckpt.decode_many([payload.data], payload.codec, [out])
+def whole(payload: gradckpt.codecs.Payload) -> torch.Tensor:
+    """The payload in one tensor, as the operators take it."""
+    return torch.cat([payload.codes, payload.scales])
 
 
 def measure(values: Values, codec: str, repeat: int, dither: Any) -> Times:
     """Seconds; memcpy between all others. The first round warms up and is dropped. What the last
     one made is checked."""
-    payload: Any = None
+    payload: Any = gradckpt.codecs.encode(values.x, codec, dither=dither)
+    packed, out = [whole(payload)], [values.out]
 
     def encode() -> None:
         nonlocal payload
@@ -91,7 +93,7 @@ def measure(values: Values, codec: str, repeat: int, dither: Any) -> Times:
 
     clock = timing.clock_of(values.threads)
     steps: list[tuple[str, Callable[[], Any]]] = [("memcpy", values.copy), ("encode", encode)]
-    steps += [("memcpy", values.copy), ("decode", lambda: decode_into(payload, values.out))]
+    steps += [("memcpy", values.copy), ("decode", lambda: torch.ops.gradckpt.decode_many(packed, codec, out))]
     times: Times = {"memcpy": [], "encode": [], "decode": []}
     for n in range(repeat + 1):
         payload = None
@@ -108,7 +110,7 @@ def verify(values: Values, codec: str, payload: gradckpt.codecs.Payload, dither:
     wanted = nbytes_of(codec, x)
     guards.check(payload.nbytes == wanted, f"{name}: {payload.nbytes:,} bytes of payload; its format has {wanted:,}")
     out.fill_(1)  # else what memcpy left there would pass for what was decoded
-    decode_into(payload, out)
+    torch.ops.gradckpt.decode_many([whole(payload)], codec, [out])
     with forced("scalar"):
         first = gradckpt.codecs.encode(x[: values.period], codec, dither=dither).decode()
     guards.check(torch.equal(out[: values.period], first), f"{name}: other bits are decoded than by the scalar kernels")
@@ -124,8 +126,8 @@ def squares(x: torch.Tensor) -> float:
 
 
 def nbytes_of(codec: str, x: torch.Tensor) -> int:
-    _, value, group, block = gradckpt.codecs.info(codec)["sizes"][str(x.dtype).removeprefix("torch.")]
-    return int(value * x.numel() + group * -(-x.numel() // 128) + block * -(-x.numel() // 4096))
+    _, value, group, block, scales, _ = gradckpt.codecs.info(codec)["sizes"][str(x.dtype).removeprefix("torch.")]
+    return int(value * x.numel() + (group + scales) * -(-x.numel() // 128) + block * -(-x.numel() // 4096))
 
 
 def most_error(codec: str, stochastic: bool) -> float:

@@ -66,6 +66,11 @@ def show(tally: Tally) -> None:
 # ---- two sides ----
 
 
+def whole(payload: gradckpt.codecs.Payload) -> torch.Tensor:
+    """The codes, and then the scales."""
+    return torch.cat([payload.codes, payload.scales])
+
+
 def host_encode(x: torch.Tensor, codec: str, dither: tuple[int, int, int] | None) -> gradckpt.codecs.Payload | None:
     """None: refused."""
     try:
@@ -229,7 +234,7 @@ class Comparison:
             self.refused(payload, host, x, tally, name, large)
         else:
             tally.values += host.numel()
-            if self.payloads(*self.together(payload.data, wanted.data, large), host, tally, name):
+            if self.payloads(*self.together(whole(payload), whole(wanted), large), host, tally, name):
                 restored = self.device.decode(payload)
                 self.decoded(*self.together(restored, wanted.decode(), large), host, tally, name)
 
@@ -290,7 +295,7 @@ def several_tensors(codec: str, dtype: str, device: Device, tally: Tally) -> Non
         host, name = case.view(case.base), f"together: {case.name}"
         wanted = gradckpt.codecs.encode(host, codec)
         tally.values += host.numel()
-        if comparison.payloads(payload.cpu(), wanted.data, host, tally, name):
+        if comparison.payloads(payload.cpu(), whole(wanted), host, tally, name):
             around = torch.ones_like(case.base)
             case.view(around).copy_(wanted.decode())
             comparison.decoded(out.cpu(), around, case.base, tally, f"{name}, and what lies between")

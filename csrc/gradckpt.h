@@ -37,7 +37,8 @@ enum { GCK_FLOATS = GCK_BIT(GCK_F32) | GCK_BIT(GCK_F16) | GCK_BIT(GCK_BF16) };
 
 enum { GCK_GROUP = 128, GCK_BLOCK = 4096 };  /* values that share scales; values that share an arena */
 enum { GCK_MAX_DIM = 64 };                   /* of a tensor that is encoded */
-enum { GCK_PAYLOAD_ALIGNMENT = 16 };         /* bytes: kernels read and write payloads in pieces of this size */
+enum { GCK_LEAST_ROW = 64 };                 /* shorter rows are not scaled apart */
+enum { GCK_PAYLOAD_ALIGNMENT = 16, GCK_SCALES_ALIGNMENT = 4 };   /* bytes: kernels read and write such pieces */
 
 /* A view, which owns nothing.  `sizes` and `strides` (in elements) may be NULL when the values are
  * contiguous; else the contiguous order of the shape defines index i. */
@@ -67,6 +68,15 @@ static inline int gck_is_contiguous(int ndim, const int64_t *sizes, const int64_
     return 1;
 }
 
+/* The length of the rows that groups do not end with, if it counts: then the codecs that scale rows apart
+ * (format/rows.h) have a byte for each; else 0. */
+static inline int64_t gck_row(const gck_tensor *x)
+{
+    const int64_t row = x->ndim > 0 && x->sizes != NULL ? x->sizes[x->ndim - 1] : 0;
+
+    return row >= GCK_LEAST_ROW && row % GCK_GROUP != 0 && row < x->numel ? row : 0;
+}
+
 /* Splits host work: it calls body(begin, end, ctx) over disjoint parts of [begin, end), each at
  * least `grain` long, from any threads, and returns when all are done.  Where a gck_parallel_for is
  * a parameter, NULL means "this thread". */
@@ -90,10 +100,23 @@ typedef struct {
 } gck_how;
 enum { GCK_OVERFLOW_PENDING = 0, GCK_OVERFLOW_NONE = 1, GCK_OVERFLOW_FOUND = 2 };
 
-/* Bytes of a payload: exactly value n + group ceil(n / 128) + block ceil(n / 4096). */
+/* A payload: two arrays.  Codes grow with the values, and of a 16-bit dtype are exactly half of them (int8) or
+ * less; scales are small, and one allocation may hold those of many payloads.  `scales` is NULL where the codec
+ * has none. */
 typedef struct {
-    int value, group, block;
+    void *codes, *scales;
+} gck_bytes;
+
+/* Their sizes: exactly value n + group ceil(n / 128) + block ceil(n / 4096) codes, and scales ceil(n / 128) + row r
+ * scales of a tensor of r rows that count. */
+typedef struct {
+    int value, group, block, scales, row;
 } gck_size;
+
+/* Bytes of both. */
+typedef struct {
+    int64_t codes, scales;
+} gck_room;
 
 /* The description of a codec.  One per line of codec/format/codecs.h. */
 typedef struct {
@@ -106,11 +129,11 @@ typedef struct {
     int         stochastic;    /* accepts a gck_dither                          */
     int         may_overflow;  /* may return GCK_E_OVERFLOW                     */
     /* Units [first, last).  GCK_OK or GCK_E_OVERFLOW. */
-    int       (*encode_host)(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last);
-    void      (*decode_host)(const void *payload, const gck_tensor *out, int64_t first, int64_t last);
+    int       (*encode_host)(const gck_tensor *x, gck_bytes to, const gck_how *how, int64_t first, int64_t last);
+    void      (*decode_host)(gck_bytes from, const gck_tensor *out, int64_t first, int64_t last);
     /* The device: n tensors of one device and stream, none of them empty.  NULL: no kernel. */
-    int       (*encode)(const gck_tensor *x, void *const *payloads, const gck_how *how, int n);
-    int       (*decode)(const void *const *payloads, const gck_tensor *out, int n);
+    int       (*encode)(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n);
+    int       (*decode)(const gck_bytes *from, const gck_tensor *out, int n);
 } gck_codec;
 
 enum { GCK_MAX_CODECS = 16 };
@@ -121,27 +144,36 @@ const gck_codec *gck_codec_at(int index);                  /* in the order of co
 int              gck_codec_index(const gck_codec *codec);  /* the inverse                  */
 int              gck_codec_id(const gck_codec *codec);
 
-/* Exact size of the payload, for a dtype that the codec takes. */
-int64_t gck_nbytes(const gck_codec *codec, int64_t numel, gck_dtype dtype);
+/* Exact size of the payload of x, for a dtype that the codec takes: of both arrays, and their sum.  Only numel,
+ * dtype and shape count. */
+gck_room gck_room_of(const gck_codec *codec, const gck_tensor *x);
+int64_t  gck_nbytes(const gck_codec *codec, const gck_tensor *x);
+
+/* The arrays in one buffer: the scales follow the codes. */
+static inline gck_bytes gck_in_one(void *buffer, gck_room room)
+{
+    return (gck_bytes){buffer, room.scales > 0 ? (char *)buffer + room.codes : NULL};
+}
 
 /* The part of the size that grows with numel, scales included, in bits per value. */
 double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype);
 
 /* Write the payload of x, or the values of a payload.  Host work is finished on return; device
  * work is queued on x->stream (out->stream) and never waited for.
- * `payload` is aligned to GCK_PAYLOAD_ALIGNMENT and gck_nbytes(codec, numel, dtype) long.
- * x is never written.  out must be dense or strided without overlap.
+ * Both arrays are as long as gck_room_of() says; codes are aligned to GCK_PAYLOAD_ALIGNMENT, scales
+ * to GCK_SCALES_ALIGNMENT.
+ * x is never written.  out has the shape of the tensor that was encoded, dense or strided without overlap.
  * how: NULL rounds to nearest.  After GCK_E_OVERFLOW the payload's contents are undefined. */
-int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
+int gck_encode(const gck_codec *codec, const gck_tensor *x, gck_bytes to, const gck_how *how,
                gck_parallel_for *parallel);
-int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel);
+int gck_decode(const gck_codec *codec, gck_bytes from, const gck_tensor *out, gck_parallel_for *parallel);
 
 /* The same for n tensors; how: NULL or one each.  Neighbours on one device and stream share a
  * launch, if they are contiguous and of one dtype.  Returns the first status that is not good;
  * later tensors are then not processed. */
-int gck_encode_many(const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
+int gck_encode_many(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n,
                     gck_parallel_for *parallel);
-int gck_decode_many(const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n,
+int gck_decode_many(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n,
                     gck_parallel_for *parallel);
 
 /* A word for gck_how.overflow, set to GCK_OVERFLOW_PENDING: in plain host memory for device -1,

@@ -59,7 +59,8 @@ static PyObject *codecs(PyObject *module, PyObject *unused)
 
 static const char *const dtype_names[GCK_NDTYPES] = {"float32", "float16", "bfloat16", "bool"};
 
-/* {dtype: (bits per value, bytes per value, per group of 128, per block of 4096)}, or NULL. */
+/* {dtype: (bits per value, bytes per value, per group of 128, per block of 4096; of scales, per
+ * group and per row that counts)}, or NULL. */
 static PyObject *sizes_of(const gck_codec *codec)
 {
     PyObject *sizes = PyDict_New();
@@ -70,7 +71,8 @@ static PyObject *sizes_of(const gck_codec *codec)
         if (!(codec->dtypes & GCK_BIT(d))) {
             continue;
         }
-        item = Py_BuildValue("(diii)", gck_bits_per_value(codec, (gck_dtype)d), size.value, size.group, size.block);
+        item = Py_BuildValue("(diiiii)", gck_bits_per_value(codec, (gck_dtype)d), size.value, size.group, size.block,
+                             size.scales, size.row);
         if (item == NULL || PyDict_SetItemString(sizes, dtype_names[d], item) < 0) {
             Py_CLEAR(sizes);
         }
@@ -411,6 +413,7 @@ static int add_constants(PyObject *module)
     static const struct { const char *name; long value; } constants[] = {
         {"GROUP", GCK_GROUP},
         {"BLOCK", GCK_BLOCK},
+        {"LEAST_ROW", GCK_LEAST_ROW},
         {"OP_RECOMPUTE", GCK_OP_RECOMPUTE},
         {"OP_SAVE", GCK_OP_SAVE},
         {"OP_REPLAY", GCK_OP_REPLAY},

@@ -25,7 +25,9 @@ class Payload:
     @property
     def device(self) -> torch.device: ...
     @property
-    def data(self) -> torch.Tensor: ...
+    def codes(self) -> torch.Tensor: ...
+    @property
+    def scales(self) -> torch.Tensor: ...
     def decode(self) -> torch.Tensor: ...
 
 class SelectiveRecompute(torch.autograd.Function):
@@ -127,6 +129,7 @@ def compat_checkpoint(
 
 GROUP: int
 BLOCK: int
+LEAST_ROW: int
 OP_RECOMPUTE: int
 OP_SAVE: int
 OP_REPLAY: int

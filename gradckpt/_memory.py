@@ -253,7 +253,7 @@ def _mark_boundaries(frame: Any) -> None:
     """
     places = []
     for value in gc.get_referents(frame):
-        x = value.data if type(value) is _C.Payload else value
+        x = value.codes if type(value) is _C.Payload else value
         if type(x) is torch.Tensor:  # a parameter is alive anyway; other subclasses are not understood
             try:
                 places.append(f"{x.device} {x.untyped_storage().data_ptr()}")

@@ -161,9 +161,8 @@ class _Recorder:
                     continue  # kept by replay_discrete
                 for kept in private.tree_leaves(list(calls.values())):
                     value = getattr(kept, "val", None)
-                    value = value.data if isinstance(value, _C.Payload) else value
-                    if isinstance(value, torch.Tensor):
-                        self.saved.append(_Saved(value, place, str(op), "output"))
+                    arrays = (value.codes, value.scales) if isinstance(value, _C.Payload) else (value,)
+                    self.saved += [_Saved(x, place, str(op), "output") for x in arrays if isinstance(x, torch.Tensor)]
 
     def unpack(self, one: _Saved) -> torch.Tensor:
         self.unpacked.append(one)

@@ -28,7 +28,8 @@ def info(codec: str) -> dict[str, Any]:
         the dtype), ``max_error`` (largest |x - x'| over the largest |x| of its group of 128; 0:
         bit-exact), ``cuda`` (this build has kernels for it), ``stochastic`` (it can round
         stochastically), ``may_overflow`` (it cannot hold every value), ``sizes`` ({dtype: (bits per
-        value, and the bytes per value, per group of 128 and per block of 4096)}).
+        value; bytes of codes per value, per group of 128 and per block of 4096; bytes of scales per
+        group, and per row where the last dimension is at least 64 and no multiple of 128)}).
 
     Raises:
         ValueError: The codec is unknown; the message lists the names.
@@ -48,8 +49,8 @@ def encode(x: Any, codec: str = "int8", *, dither: tuple[int, int, int] | None =
             rounds to nearest.
 
     Returns:
-        A payload: ``.decode()``, ``.nbytes`` (bytes), ``.codec``, ``.shape``, ``.dtype``, ``.data``
-        (uint8).
+        A payload: ``.decode()``, ``.nbytes`` (bytes), ``.codec``, ``.shape``, ``.dtype``, and its
+        two arrays ``.codes`` and ``.scales`` (uint8).
 
     Raises:
         ValueError: The codec is unknown; ``dither`` is given for a codec that does not round, or is

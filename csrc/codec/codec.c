@@ -51,18 +51,27 @@ int gck_codec_id(const gck_codec *codec) { return codecs[gck_codec_index(codec)]
 
 static int64_t ceil_div(int64_t n, int64_t by) { return n / by + (n % by != 0); }
 
-int64_t gck_nbytes(const gck_codec *codec, int64_t numel, gck_dtype dtype)
+gck_room gck_room_of(const gck_codec *codec, const gck_tensor *x)
 {
-    const gck_size size = codec->size[dtype];
+    const gck_size size = codec->size[x->dtype];
+    const int64_t groups = ceil_div(x->numel, GCK_GROUP), row = gck_row(x);
 
-    return size.value * numel + size.group * ceil_div(numel, GCK_GROUP) + size.block * ceil_div(numel, GCK_BLOCK);
+    return (gck_room){size.value * x->numel + size.group * groups + size.block * ceil_div(x->numel, GCK_BLOCK),
+                      size.scales * groups + (row > 0 ? size.row * (x->numel / row) : 0)};
+}
+
+int64_t gck_nbytes(const gck_codec *codec, const gck_tensor *x)
+{
+    const gck_room room = gck_room_of(codec, x);
+
+    return room.codes + room.scales;
 }
 
 double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype)
 {
     const gck_size size = codec->size[dtype];
 
-    return 8.0 * size.value + 8.0 * size.group / GCK_GROUP + 8.0 * size.block / GCK_BLOCK;
+    return 8.0 * size.value + 8.0 * (size.group + size.scales) / GCK_GROUP + 8.0 * size.block / GCK_BLOCK;
 }
 
 /* Codecs are defined on IEEE arithmetic: a program that flushes subnormals
@@ -109,8 +118,7 @@ static fp_control enter_ieee(void)
 typedef struct {
     const gck_codec  *codec;
     const gck_tensor *tensor;
-    void             *written;                /* payload, when encoding        */
-    const void       *read;                   /* payload, when decoding        */
+    gck_bytes         payload;                /* only read when decoding       */
     const gck_how    *how;
     _Atomic int      *status;                 /* parts that fail store the same status */
 } work;
@@ -120,7 +128,7 @@ static void encode_part(int64_t first, int64_t last, void *ctx)
     const work *w = ctx;
     const fp_control saved = enter_ieee();
 
-    const int status = w->codec->encode_host(w->tensor, w->written, w->how, first, last);
+    const int status = w->codec->encode_host(w->tensor, w->payload, w->how, first, last);
     if (status != GCK_OK) {
         atomic_store(w->status, status);
     }
@@ -132,7 +140,7 @@ static void decode_part(int64_t first, int64_t last, void *ctx)
     const work *w = ctx;
     const fp_control saved = enter_ieee();
 
-    w->codec->decode_host(w->read, w->tensor, first, last);
+    w->codec->decode_host(w->payload, w->tensor, first, last);
     set_control(saved);
 }
 
@@ -149,19 +157,19 @@ static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
 }
 
 /* One tensor in host memory. */
-static int encode_here(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
+static int encode_here(const gck_codec *codec, const gck_tensor *x, gck_bytes to, const gck_how *how,
                        gck_parallel_for *parallel)
 {
     _Atomic int status = GCK_OK;
-    const work w = {codec, x, payload, NULL, how, &status};
+    const work w = {codec, x, to, how, &status};
 
     run(&w, encode_part, parallel);
     return status;
 }
 
-static int decode_here(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel)
+static int decode_here(const gck_codec *codec, gck_bytes from, const gck_tensor *out, gck_parallel_for *parallel)
 {
-    const work w = {codec, out, NULL, payload, NULL, NULL};
+    const work w = {codec, out, from, NULL, NULL};
 
     run(&w, decode_part, parallel);
     return GCK_OK;
@@ -196,7 +204,7 @@ static int check_all(const gck_codec *codec, const gck_tensor *x, const gck_how 
     return status;
 }
 
-int gck_encode_many(const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
+int gck_encode_many(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n,
                     gck_parallel_for *parallel)
 {
     int status = check_all(codec, x, how, n);
@@ -208,16 +216,16 @@ int gck_encode_many(const gck_codec *codec, const gck_tensor *x, void *const *pa
             continue;
         }
         if (x[i].device < 0) {
-            status = encode_here(codec, x + i, payloads[i], hows, parallel);
+            status = encode_here(codec, x + i, to[i], hows, parallel);
             continue;
         }
         count = neighbours(x + i, n - i);
-        status = codec->encode ? codec->encode(x + i, payloads + i, hows, count) : GCK_E_DEVICE;
+        status = codec->encode ? codec->encode(x + i, to + i, hows, count) : GCK_E_DEVICE;
     }
     return status;
 }
 
-int gck_decode_many(const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n,
+int gck_decode_many(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n,
                     gck_parallel_for *parallel)
 {
     int status = check_all(codec, out, NULL, n);
@@ -228,24 +236,24 @@ int gck_decode_many(const gck_codec *codec, const void *const *payloads, const g
             continue;
         }
         if (out[i].device < 0) {
-            status = decode_here(codec, payloads[i], out + i, parallel);
+            status = decode_here(codec, from[i], out + i, parallel);
             continue;
         }
         count = neighbours(out + i, n - i);
-        status = codec->decode ? codec->decode(payloads + i, out + i, count) : GCK_E_DEVICE;
+        status = codec->decode ? codec->decode(from + i, out + i, count) : GCK_E_DEVICE;
     }
     return status;
 }
 
-int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
+int gck_encode(const gck_codec *codec, const gck_tensor *x, gck_bytes to, const gck_how *how,
                gck_parallel_for *parallel)
 {
-    return gck_encode_many(codec, x, &payload, how, 1, parallel);
+    return gck_encode_many(codec, x, &to, how, 1, parallel);
 }
 
-int gck_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel)
+int gck_decode(const gck_codec *codec, gck_bytes from, const gck_tensor *out, gck_parallel_for *parallel)
 {
-    return gck_decode_many(codec, &payload, out, 1, parallel);
+    return gck_decode_many(codec, &from, out, 1, parallel);
 }
 
 const char *gck_status_text(int status)

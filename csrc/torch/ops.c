@@ -37,7 +37,7 @@ typedef struct {
     operand         *values;                     /* encoded, or decoded into; NULL: no memory   */
     operand         *bytes;                      /* their payloads                              */
     gck_tensor      *views;                      /* the codec's operands: of the values,        */
-    void           **payloads;                   /* of the bytes                                */
+    gck_bytes        *payloads;                  /* of the bytes                                */
     char             error[256];                 /* "": no error                                */
 } job;
 
@@ -83,7 +83,7 @@ static void begin(job *w, size_t n)
     }
     w->bytes = w->values + room;
     w->views = (gck_tensor *)(w->bytes + room);
-    w->payloads = (void **)(w->views + room);
+    w->payloads = (gck_bytes *)(w->views + room);
 }
 
 static void take(operand *array, size_t i, StableIValue value)
@@ -193,13 +193,16 @@ static int prepare_encode(job *w, size_t i)
                                                  "tensors on CPU and CUDA") < 0) {
         return -1;
     }
-    const int64_t nbytes = gck_nbytes(w->codec, x->view.numel, x->view.dtype);
+    const gck_room room = gck_room_of(w->codec, &x->view);
+    const int64_t nbytes = room.codes + room.scales;
+    void *buffer;
     if (gck_torch.torch_get_const_data_ptr(x->tensor, &data)
         || gck_torch.aoti_torch_empty_strided(1, &nbytes, &one, gck_torch.aoti_torch_dtype_uint8(), x->device_type,
                                               x->device_index, &w->bytes[i].tensor)
-        || gck_torch.torch_get_mutable_data_ptr(w->bytes[i].tensor, &w->payloads[i])) {
+        || gck_torch.torch_get_mutable_data_ptr(w->bytes[i].tensor, &buffer)) {
         return refuse(w, "gradckpt: could not allocate %lld bytes for a payload", (long long)nbytes);
     }
+    w->payloads[i] = gck_in_one(buffer, room);
     x->view.data = (void *)data;
     w->views[i] = x->view;
     return 0;
@@ -231,12 +234,13 @@ static int prepare_decode(job *w, size_t i)
     if (payload->view.device != out->view.device) {
         return refuse(w, "gradckpt: decode takes a payload on the device of the tensor it is decoded into");
     }
-    const int64_t nbytes = gck_nbytes(w->codec, out->view.numel, out->view.dtype);
+    const gck_room room = gck_room_of(w->codec, &out->view);
+    const int64_t nbytes = room.codes + room.scales;
     if (nbytes != payload->view.numel) {
         return refuse(w, "gradckpt: a payload of codec '%s' for this size and dtype has %lld bytes, not %lld",
                       w->codec->name, (long long)nbytes, (long long)payload->view.numel);
     }
-    w->payloads[i] = (void *)data;
+    w->payloads[i] = gck_in_one((void *)data, room);
     w->views[i] = out->view;
     return 0;
 }
@@ -270,7 +274,7 @@ static void run(job *w, int (*prepare)(job *, size_t))
     if (w->error[0] == '\0') {
         status = prepare == prepare_encode
             ? gck_encode_many(w->codec, w->views, w->payloads, NULL, (int)w->n, gck_torch_parallel_for)
-            : gck_decode_many(w->codec, (const void *const *)w->payloads, w->views, (int)w->n, gck_torch_parallel_for);
+            : gck_decode_many(w->codec, w->payloads, w->views, (int)w->n, gck_torch_parallel_for);
     }
     if (status != GCK_OK) {
         refuse(w, "gradckpt: codec '%s': %s (status %d)", w->codec->name, gck_status_text(status), status);

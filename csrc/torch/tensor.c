@@ -146,7 +146,7 @@ static int check_cuda(gck_py *py, const gck_codec *codec)
 
 /* Long host work runs on other threads, and Python runs meanwhile.  A launch may wait until the
  * device has room in its queue, so with a device the GIL is always released. */
-static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how,
+static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gck_bytes *payloads, const gck_how *how,
                int n, int decode)
 {
     int64_t here = 0;
@@ -162,7 +162,7 @@ static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *co
     release |= here >= GIL_RELEASE_NUMEL;
     gck_parallel_for *parallel = release ? gck_torch_parallel_for : NULL;
     PyThreadState *others = release ? PyEval_SaveThread() : NULL;
-    const int status = decode ? gck_decode_many(codec, (const void *const *)payloads, x, n, parallel)
+    const int status = decode ? gck_decode_many(codec, payloads, x, n, parallel)
                               : gck_encode_many(codec, x, payloads, how, n, parallel);
     if (release) {
         PyEval_RestoreThread(others);
@@ -175,13 +175,12 @@ static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *co
     return status == GCK_E_OVERFLOW;
 }
 
-int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, void *const *payloads, const gck_how *how,
-                   int n)
+int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
 {
-    return run(py, codec, x, payloads, how, n, 0);
+    return run(py, codec, x, to, how, n, 0);
 }
 
-int gck_run_decode(gck_py *py, const gck_codec *codec, const void *const *payloads, const gck_tensor *out, int n)
+int gck_run_decode(gck_py *py, const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n)
 {
-    return run(py, codec, out, (void *const *)payloads, NULL, n, 1);
+    return run(py, codec, out, from, NULL, n, 1);
 }

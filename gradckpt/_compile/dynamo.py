@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -359,8 +360,8 @@ def _marked(modules: list[GraphModule]) -> list[graph.Packed]:
 
 def _announce(packed: list[graph.Packed]) -> None:
     """Log what the graph keeps compressed, and count it."""
-    bytes_in = sum(p.numel * p.dtype.itemsize for p in packed)
-    bytes_out = sum(int(payload_nbytes(p.numel, p.dtype, p.codec)) for p in packed)
+    bytes_in = sum(math.prod(p.shape) * p.dtype.itemsize for p in packed)
+    bytes_out = sum(int(payload_nbytes(p.shape, p.dtype, p.codec)) for p in packed)
     compiled_stats.add(graphs=1, tensors=len(packed), bytes_in=bytes_in, bytes_out=bytes_out)
     sizes = format_bytes(bytes_in), format_bytes(bytes_out)
     logger.info("gradckpt: torch.compile: a graph keeps %d tensors compressed, %s -> %s", len(packed), *sizes)

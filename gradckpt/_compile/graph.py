@@ -77,13 +77,13 @@ def version() -> str:
 class Packed(NamedTuple):
     """A tensor that leaves a forward graph as a payload."""
 
-    numel: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     codec: str
 
     @classmethod
     def of(cls, x: torch.Tensor, codec: str) -> Packed:
-        return cls(hint(x.numel()), x.dtype, codec)
+        return cls(tuple(map(hint, x.shape)), x.dtype, codec)
 
 
 class _Compiling(threading.local):

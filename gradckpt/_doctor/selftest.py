@@ -129,10 +129,10 @@ def _payload_bytes(device: str) -> tuple[bool, str, str]:
     wrote = computed = 0
     wrong = []
     for codec, dtype in _pairs():
-        _, value, group, block = _C.codec_info(codec)["sizes"][dtype]
-        expected = value * _NUMEL + group * -(-_NUMEL // 128) + block * -(-_NUMEL // 4096)
+        _, value, group, block, scales, _ = _C.codec_info(codec)["sizes"][dtype]
+        expected = value * _NUMEL + (group + scales) * -(-_NUMEL // 128) + block * -(-_NUMEL // 4096)
         payload = encode(_values(dtype).to(device), codec)
-        nbytes = payload.data.numel()
+        nbytes = payload.codes.numel() + payload.scales.numel()
         wrote, computed = wrote + nbytes, computed + expected
         if not nbytes == payload.nbytes == expected:
             wrong.append(f"{codec} {dtype}")
@@ -164,7 +164,7 @@ def _forced(isa: str, function: Callable[[], list[torch.Tensor]]) -> list[torch.
 def _both_ways(device: str) -> list[torch.Tensor]:
     """Return payload and restored values of every codec and dtype, on the host."""
     payloads = [encode(_values(dtype).to(device), codec) for codec, dtype in _pairs()]
-    return [tensor.cpu() for payload in payloads for tensor in (payload.data, payload.decode())]
+    return [tensor.cpu() for payload in payloads for tensor in (payload.codes, payload.scales, payload.decode())]
 
 
 def _differences(made: list[torch.Tensor], wanted: list[torch.Tensor], of: str) -> tuple[bool, str, str]:

@@ -6,6 +6,8 @@ advance the version counters of written tensors.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,21 +16,23 @@ from gradckpt import _C
 from gradckpt._engine import torch_private as private
 
 
-def payload_nbytes(numel: int | torch.SymInt, dtype: torch.dtype, codec: str) -> int | torch.SymInt:
+def payload_nbytes(shape: Sequence[int | torch.SymInt], dtype: torch.dtype, codec: str) -> int | torch.SymInt:
     """Return the bytes of a payload as C's ``gck_nbytes`` does, also for a symbolic size."""
     sizes = _C.codec_info(codec)["sizes"]
     name = str(dtype).removeprefix("torch.")
     if name not in sizes:
         raise RuntimeError(f"gradckpt: codec {codec!r} does not take {dtype}")
-    _, value, group, block = sizes[name]
-    groups, blocks = -(-numel // _C.GROUP), -(-numel // _C.BLOCK)
-    nbytes: int | torch.SymInt = value * numel + group * groups + block * blocks
+    _, value, group, block, scales, row = sizes[name]
+    numel: int | torch.SymInt = math.prod(shape)
+    groups, blocks, length = -(-numel // _C.GROUP), -(-numel // _C.BLOCK), shape[-1] if row and shape else 0
+    rows = numel // length if length >= _C.LEAST_ROW and length % _C.GROUP != 0 and length < numel else 0
+    nbytes: int | torch.SymInt = value * numel + (group + scales) * groups + block * blocks + row * rows
     return nbytes
 
 
 @torch.library.register_fake("gradckpt::encode")  # type: ignore[untyped-decorator]
 def _encode(x: torch.Tensor, codec: str) -> torch.Tensor:
-    return x.new_empty((payload_nbytes(x.numel(), x.dtype, codec),), dtype=torch.uint8)
+    return x.new_empty((payload_nbytes(x.shape, x.dtype, codec),), dtype=torch.uint8)
 
 
 @torch.library.register_fake("gradckpt::decode")  # type: ignore[untyped-decorator]

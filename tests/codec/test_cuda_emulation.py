@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from c_structures import Dither
 from cases import case
-from codec_inputs import huge_groups, unusual
+from codec_inputs import huge_groups, uneven_rows, unusual
 from cuda_kernels import (
     CODECS,
     DTYPES,
@@ -251,6 +251,18 @@ def test_strided(kernels, reference, codec, dtype):
         for bits in (gaussian(dtype, n, 1.0), gaussian(dtype, n, 1.0, 0.01), outliers(dtype)[:n]):
             with case(layout):
                 check(kernels, reference, codec, dtype, bits, 1, sizes, strides)
+
+
+@every_format
+@every_dtype
+def test_rows(kernels, reference, codec, dtype):
+    """Shares of rows that end within a group: their bytes and values, contiguous and padded."""
+    for width in (64, 65, 100, 127, 200):
+        bits = uneven_rows(dtype, 40, width, width)
+        with case(width):
+            check(kernels, reference, codec, dtype, bits, 1, (40, width))
+            check(kernels, reference, codec, dtype, bits, 0, (40, width), (width + 3, 1))
+    check(kernels, reference, codec, dtype, bits, 1, (40, width), dither=Dither(5, 7, 3))
 
 
 @every_format

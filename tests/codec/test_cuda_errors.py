@@ -9,6 +9,7 @@ import ctypes
 
 import numpy as np
 import pytest
+from c_structures import Bytes
 from direct_kernels import E_DEVICE, E_DTYPE, Layout, aligned, nbytes
 
 INVALID_VALUE, NO_MEMORY, INVALID_CONFIGURATION, NO_DEVICE, MISALIGNED = 1, 2, 9, 101, 716
@@ -34,7 +35,7 @@ class Work:
         return self.device.encode(self.codec, self.x, self.payload, word)
 
     def decode(self):
-        payloads = (ctypes.c_void_p * 1)(self.payload.ctypes.data)
+        payloads = (Bytes * 1)(Bytes(self.payload.ctypes.data, None))
         return getattr(self.device.library, f"gck_{self.codec}_decode_cuda")(payloads, ctypes.byref(self.x), 1)
 
 

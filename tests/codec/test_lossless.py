@@ -248,7 +248,7 @@ def test_large_tensor(dtype):
     integers = torch.int32 if dtype == "float32" else torch.int16
     assert torch.equal(payload.decode().view(integers), x.view(integers))
     words = tile.size // 128 * (SIZES["lossless", dtype][1] - 1)
-    data = payload.data.numpy()[: x.numel() // tile.size * words].reshape(-1, words)
+    data = payload.codes.numpy()[: x.numel() // tile.size * words].reshape(-1, words)
     assert (data == oracle.encode("lossless", tile, dtype)[0][:words]).all()
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from c_structures import How, Tensor
+from c_structures import Bytes, How, Tensor
 from checkout import CODEC, CSRC
 from codec_library import FLAGS, NUMBERS
 from torch.utils import _pytree
@@ -180,15 +180,15 @@ STUBS = """
 /* What was called: host work -1, device work the number of tensors. */
 int calls[64], ncalls, failing;
 
-static int encode_host(const gck_tensor *x, void *p, const gck_how *how, int64_t first, int64_t last)
+static int encode_host(const gck_tensor *x, gck_bytes p, const gck_how *how, int64_t first, int64_t last)
 {
     (void)x, (void)p, (void)how, (void)first, (void)last;
     calls[ncalls++] = -1;
     return GCK_OK;
 }
-static void decode_host(const void *p, const gck_tensor *out, int64_t first, int64_t last)
+static void decode_host(gck_bytes p, const gck_tensor *out, int64_t first, int64_t last)
 {
-    (void)encode_host(out, (void *)p, NULL, first, last);
+    (void)encode_host(out, p, NULL, first, last);
 }
 static int device(const gck_tensor *x, int n)
 {
@@ -200,24 +200,24 @@ static int device(const gck_tensor *x, int n)
     calls[ncalls++] = n;
     return ncalls == failing ? 77 : GCK_OK;
 }
-static int encode(const gck_tensor *x, void *const *p, const gck_how *how, int n)
+static int encode(const gck_tensor *x, const gck_bytes *p, const gck_how *how, int n)
 {
-    return p[0] != x[0].data || (how != NULL && how->overflow != x[0].data) ? 98 : device(x, n);
+    return p[0].codes != x[0].data || (how != NULL && how->overflow != x[0].data) ? 98 : device(x, n);
 }
-static int decode(const void *const *p, const gck_tensor *out, int n)
+static int decode(const gck_bytes *p, const gck_tensor *out, int n)
 {
-    return p[0] != out[0].data ? 98 : device(out, n);
+    return p[0].codes != out[0].data || (char *)p[0].scales != (char *)p[0].codes + 1 ? 98 : device(out, n);
 }
 #define DEFINE(_, name, id, ...)                                                                               \\
     const gck_codec gck_codec_##name = {#name, "", GCK_BIT(GCK_BF16), 0.0, {{0, 0, 0}}, 128, id == 1, 0,        \\
                                         encode_host, decode_host, encode, decode};
 GCK_CODECS(DEFINE, DEFINE, _)
-int run(const gck_tensor *x, void *const *payloads, const gck_how *how, int n, int decodes)
+int run(const gck_tensor *x, const gck_bytes *payloads, const gck_how *how, int n, int decodes)
 {
     const gck_codec *codec = gck_codec_find("fp8_e4m3");
 
     ncalls = 0;
-    return decodes ? gck_decode_many(codec, (const void *const *)payloads, x, n, NULL)
+    return decodes ? gck_decode_many(codec, payloads, x, n, NULL)
                    : gck_encode_many(codec, x, payloads, how, n, NULL);
 }
 """
@@ -240,7 +240,7 @@ class Stubs:
                 for i, (device, stream, numel) in enumerate(tensors)
             )
         )
-        payloads = (ctypes.c_void_p * n)(*(8 * i + 8 for i in range(n)))
+        payloads = (Bytes * n)(*(Bytes(8 * i + 8, 8 * i + 9) for i in range(n)))
         hows = (How * n)(*(How(None, 8 * i + 8) for i in range(n)))
         ctypes.c_int.in_dll(self.library, "failing").value = failing
         results = []

@@ -55,14 +55,14 @@ def test_a_mode_changes_nothing(shape, codec):
     assert type(found) is torch.Tensor
     assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
     found.resize_(1000)  # its storage is torch's own
-    payload.data[:] = payload.data.clone()
+    payload.codes[:] = payload.codes.clone()
     assert torch.equal(payload.decode(), expected)
 
 
 def test_data_is_one_tensor_that_shares_the_bytes():
     payload = gradckpt.codecs.encode(torch.randn(512), "int8")
-    before, data = payload.decode(), payload.data
-    assert payload.data is data
+    before, data = payload.decode(), payload.codes
+    assert payload.codes is data
     assert data.dtype == torch.uint8
     assert data.shape == (payload.nbytes,)
     data.copy_(gradckpt.codecs.encode(torch.zeros(512), "int8").data)
@@ -75,7 +75,7 @@ def test_data_is_one_tensor_that_shares_the_bytes():
 
 def test_data_that_was_resized_is_refused():
     payload = gradckpt.codecs.encode(torch.randn(512), "int8")
-    payload.data.resize_(100000)
+    payload.codes.resize_(100000)
     with pytest.raises(RuntimeError, match="returned another tensor"):
         payload.decode()
 

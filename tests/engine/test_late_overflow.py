@@ -478,7 +478,7 @@ def test_encode_for_users():
     _C.settle_overflow()
     assert torch.equal(payload.decode(), x)
     with pytest.raises(RuntimeError, match="'lossless' cannot hold these values, so the payload keeps the tensor"):
-        payload.data  # noqa: B018
+        payload.codes  # noqa: B018
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         payload.decode()

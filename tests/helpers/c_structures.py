@@ -37,6 +37,12 @@ class How(ctypes.Structure):
     _fields_ = [("dither", ctypes.POINTER(Dither)), ("overflow", ctypes.c_void_p)]
 
 
+class Bytes(ctypes.Structure):
+    """gck_bytes."""
+
+    _fields_ = [("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p)]
+
+
 class Kernels(ctypes.Structure):
     """gck_kernels."""
 
@@ -61,5 +67,6 @@ MIRRORS = {
     "gck_tensor": (Tensor, "gradckpt.h"),
     "gck_dither": (Dither, "gradckpt.h"),
     "gck_how": (How, "gradckpt.h"),
+    "gck_bytes": (Bytes, "gradckpt.h"),
     "gck_kernels": (Kernels, "codec/portable/kernels.h"),
 }

@@ -237,6 +237,23 @@ def unusual(dtype, seed=0, groups=700):
 SETS = ("Gaussian", "Laplace", "R", "X")
 
 
+def uneven_rows(dtype, rows, width, seed=0):
+    """Bits of rows of quite different sizes; some hold zeros, outliers, masks, escapes, or nothing that is normal."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, width)) * np.exp(1.5 * rng.standard_normal((rows, 1)))
+    kind = np.arange(rows) % 12
+    x[kind == 1] *= rng.random((np.count_nonzero(kind == 1), width)) < 0.1
+    x[kind == 2] = 0
+    x[kind == 3] *= np.where(rng.random((np.count_nonzero(kind == 3), width)) < 0.02, 300, 1)
+    for k, mask in ((4, -100), (5, -1e4), (6, -3e4)):
+        x[kind == k] += np.where(rng.random((np.count_nonzero(kind == k), width)) < 0.4, mask, 0)
+    x[kind == 7, width // 3 :] = -1e4
+    x[kind == 8] *= 1e-7
+    x[kind == 9, ::37] = rng.choice([np.inf, -np.inf, np.nan])
+    x[kind == 10] += 10
+    return oracle.to_bits(x.astype(np.float32).ravel(), dtype)
+
+
 def noise_set(name, seed=0, rows=256, columns=4096):
     """bfloat16 [tokens, channels], and the ordinary channels.
 

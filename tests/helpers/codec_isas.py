@@ -14,9 +14,10 @@ from checkout import CODEC, CSRC
 from gradckpt import _C
 
 FORMATS = {codec: number for number, codec in enumerate(GROUP_CODECS)}  # gck_format
-#: Bytes of codes per group, and of the words beside them, which are fewer than eight.
-GROUP_NBYTES = {codec: _C.codec_info(codec)["sizes"]["float32"][2] for codec in GROUP_CODECS}
-LAYOUT = {codec: (nbytes & ~15, nbytes & 15) for codec, nbytes in GROUP_NBYTES.items()}
+#: Bytes of codes per group, and of the words beside them.
+LAYOUT = {codec: (sizes[2], sizes[4]) for codec in GROUP_CODECS for sizes in [_C.codec_info(codec)["sizes"]["float32"]]}
+#: The codecs that scale rows apart.
+ROWS = {codec for codec in GROUP_CODECS if _C.codec_info(codec)["sizes"]["float32"][5]}
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}  # gck_dtype
 
 

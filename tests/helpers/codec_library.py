@@ -21,16 +21,23 @@ NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "bool": 3}  # gck_dtype
 #: gck_encode() and gck_decode() of units chosen by the caller.
 UNITS = """
 #include "gradckpt.h"
+/* payload: one buffer, in which the scales follow the codes. */
 int units_encode(const char *name, const gck_tensor *x, void *payload, int64_t first, int64_t last)
 {
-    return gck_codec_find(name)->encode_host(x, payload, NULL, first, last);
+    const gck_codec *codec = gck_codec_find(name);
+    return codec->encode_host(x, gck_in_one(payload, gck_room_of(codec, x)), NULL, first, last);
 }
-void units_decode(const char *name, const void *payload, const gck_tensor *x, int64_t first, int64_t last)
+void units_decode(const char *name, void *payload, const gck_tensor *x, int64_t first, int64_t last)
 {
-    gck_codec_find(name)->decode_host(payload, x, first, last);
+    const gck_codec *codec = gck_codec_find(name);
+    codec->decode_host(gck_in_one(payload, gck_room_of(codec, x)), x, first, last);
 }
 int64_t units_size(const char *name) { return gck_codec_find(name)->unit; }
-int64_t units_nbytes(const char *name, int64_t n, int dtype) { return gck_nbytes(gck_codec_find(name), n, dtype); }
+int64_t units_nbytes(const char *name, int64_t n, int dtype)
+{
+    const gck_tensor x = {.numel = n, .dtype = (gck_dtype)dtype, .device = -1};
+    return gck_nbytes(gck_codec_find(name), &x);
+}
 """
 
 

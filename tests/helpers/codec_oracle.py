@@ -10,6 +10,7 @@ import importlib.util
 
 import direct_oracle
 import numpy as np
+import oracle_rows
 from oracle_centred import centre, decode_centred, encode_centred
 from oracle_classes import decode_classes, encode_classes, plain_or_clusters, two_classes
 from oracle_rotation import (
@@ -240,8 +241,8 @@ def encode_groups(codec, x, dtype, noise):
     return packed, words
 
 
-def encode(codec, bits, dtype, noise=None):
-    """The payload, as bytes."""
+def encode(codec, bits, dtype, noise=None, shape=()):
+    """The payload, as bytes: the codes, and then the scales. Of `shape` the last size counts."""
     if codec == "raw":
         return bits.view(np.uint8).copy()
     if codec not in FORMATS:
@@ -251,9 +252,12 @@ def encode(codec, bits, dtype, noise=None):
     groups = -(-bits.size // GROUP)
     x = np.zeros(groups * GROUP, F32)
     x[: bits.size] = to_float(bits, dtype)
+    rows, length = np.zeros(0, np.uint8), oracle_rows.row_of(codec, shape)
     with np.errstate(all="ignore"):
+        if length:
+            x[: bits.size], rows = oracle_rows.scale(x[: bits.size], length, dtype)
         packed, words = encode_groups(codec, x.reshape(groups, GROUP), dtype, noise)
-    return np.concatenate([packed.ravel(), words.ravel().astype("<u2").view(np.uint8)])
+    return np.concatenate([packed.ravel(), words.ravel().astype("<u2").view(np.uint8), rows])
 
 
 def decode_table(codec, packed, dtype):
@@ -310,8 +314,14 @@ def decode_groups(codec, packed, words, dtype):
     return out, exact
 
 
-def decode(codec, payload, numel, dtype):
+def decode(codec, payload, numel, dtype, shape=()):
     """The decoded values, as bits of `dtype`."""
+    length = oracle_rows.row_of(codec, shape)
+    if length:
+        rows = payload[payload.size - numel // length :]
+        decoded = decode(codec, payload[: payload.size - rows.size], numel, dtype)
+        with np.errstate(all="ignore"):
+            return oracle_rows.unscale(decoded, rows, length, dtype)
     if codec == "raw":
         return payload.view(WORDS[dtype]).copy()
     if codec not in FORMATS:

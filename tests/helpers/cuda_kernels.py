@@ -11,7 +11,7 @@ import weakref
 import codec_isas
 import numpy as np
 import pytest
-from c_structures import How, Tensor
+from c_structures import Bytes, How, Tensor
 from checkout import CODEC, CSRC, EMULATION, source
 
 #: gck_format, bytes of codes and of the words beside them, for each group
@@ -34,7 +34,9 @@ CHECKS = "-O1 -fsanitize=undefined -fsanitize-undefined-trap-on-error"
 if SANITIZERS:
     CHECKS = f"-O0 -g -fsanitize={SANITIZERS}"
 REFERENCE = """
+#include <string.h>
 #include "codec/format/group.h"
+#include "codec/format/rows.h"
 #include "codec/portable/kernels.h"
 
 static uint16_t *side_of(int format, uint8_t *codes, int64_t n)
@@ -42,24 +44,46 @@ static uint16_t *side_of(int format, uint8_t *codes, int64_t n)
     return (uint16_t *)(codes + (n + GCK_GROUP - 1) / GCK_GROUP * gck_code_bytes(format));
 }
 
-/* `count` of the last group's values exist. */
+/* The bytes of the rows come last. */
+static int8_t *rows_of(int format, uint8_t *codes, int64_t n)
+{
+    return (int8_t *)(side_of(format, codes, n) + (n + GCK_GROUP - 1) / GCK_GROUP * gck_side_words(format));
+}
+
+/* `count` of the last group's values exist.  length: of rows that are scaled apart, or 0. */
 void reference_encode(int format, int dtype, const char *x, int64_t n, uint8_t *codes, const gck_dither *dither,
-                      int64_t first)
+                      int64_t first, int64_t length)
 {
     uint16_t *side = side_of(format, codes, n), noise[GCK_GROUP];
+    float copy[GCK_GROUP];
 
     for (int64_t g = 0; g * GCK_GROUP < n; g++) {
         const int64_t left = n - g * GCK_GROUP;
+        const int count = left < GCK_GROUP ? (int)left : GCK_GROUP;
+        const char *values = x + g * GCK_GROUP * gck_itemsize(dtype);
         if (dither != NULL) {
             gck_noise_of_group(dither, first + g, noise);
         }
-        gck_encode_group(format, x + g * GCK_GROUP * gck_itemsize(dtype), dtype,
-                         left < GCK_GROUP ? (int)left : GCK_GROUP, first + g, dither ? noise : NULL,
+        if (length > 0) {
+            int end[GCK_SHARES], shift[GCK_SHARES] = {0};
+            int64_t row;
+            const int shares = gck_shares_of(g, length, n, end, &row);
+            memcpy(copy, values, count * gck_itemsize(dtype));
+            gck_find_shifts(copy, dtype, shares, end, shift);
+            gck_scale_shares(copy, dtype, shares, end, shift, 0);
+            values = (const char *)copy;
+            for (int s = 0; s < shares; s++) {
+                if (s > 0 || row * length == g * GCK_GROUP) {
+                    rows_of(format, codes, n)[row + s] = s > 0 ? (int8_t)(shift[s] - shift[s - 1]) : 0;
+                }
+            }
+        }
+        gck_encode_group(format, values, dtype, count, first + g, dither ? noise : NULL,
                          codes + g * gck_code_bytes(format), side + g * gck_side_words(format));
     }
 }
 
-void reference_decode(int format, int dtype, uint8_t *codes, int64_t n, char *x, int64_t first)
+void reference_decode(int format, int dtype, uint8_t *codes, int64_t n, char *x, int64_t first, int64_t length)
 {
     const uint16_t *side = side_of(format, codes, n);
 
@@ -67,6 +91,13 @@ void reference_decode(int format, int dtype, uint8_t *codes, int64_t n, char *x,
         const int64_t left = n - g * GCK_GROUP;
         gck_decode_group(format, codes + g * gck_code_bytes(format), side + g * gck_side_words(format), first + g,
                          x + g * GCK_GROUP * gck_itemsize(dtype), dtype, left < GCK_GROUP ? (int)left : GCK_GROUP);
+        if (length > 0) {
+            int end[GCK_SHARES], shift[GCK_SHARES];
+            int64_t row;
+            const int shares = gck_shares_of(g, length, n, end, &row);
+            gck_shifts_from(shares, rows_of(format, codes, n) + row + 1, shift);
+            gck_scale_shares(x + g * GCK_GROUP * gck_itemsize(dtype), dtype, shares, end, shift, 1);
+        }
     }
 }
 """
@@ -146,18 +177,31 @@ def view(buffer, offset, n, dtype, sizes=None, strides=None):
     )
 
 
-def nbytes_of(codec, n, dtype):
+def row_of(codec, n, sizes):
+    """The length of rows that are scaled apart, or 0."""
+    length = sizes[-1] if sizes and codec in codec_isas.ROWS else 0
+    return length if length >= 64 and length % GROUP and length < n else 0
+
+
+def nbytes_of(codec, n, dtype, row=0):
     if codec == "raw":
         return n * np.dtype(DTYPES[dtype][1]).itemsize
     _, codes, side = FORMATS[codec]
-    return -(-n // GROUP) * (codes + side)
+    return -(-n // GROUP) * (codes + side) + (n // row if row else 0)
+
+
+def arrays(codec, n, payload):
+    """gck_bytes of a payload in one buffer, in which the scales follow the codes."""
+    at = payload.ctypes.data
+    return Bytes(at, None if codec == "raw" else at + -(-n // GROUP) * FORMATS[codec][1])
 
 
 # ---- calling ----
 
 
 def encode_many(kernels, codec, xs, payloads, dithers=None):
-    views, places = (Tensor * len(xs))(*xs), (ctypes.c_void_p * len(xs))(*(p.ctypes.data for p in payloads))
+    pairs = zip(xs, payloads, strict=True)
+    views, places = (Tensor * len(xs))(*xs), (Bytes * len(xs))(*(arrays(codec, x.numel, p) for x, p in pairs))
     hows = None
     if dithers is not None:
         hows = (How * len(xs))(*(How(ctypes.pointer(d) if d else None, None) for d in dithers))
@@ -165,19 +209,20 @@ def encode_many(kernels, codec, xs, payloads, dithers=None):
 
 
 def decode_many(kernels, codec, payloads, outs):
-    views, places = (Tensor * len(outs))(*outs), (ctypes.c_void_p * len(outs))(*(p.ctypes.data for p in payloads))
+    pairs = zip(outs, payloads, strict=True)
+    views, places = (Tensor * len(outs))(*outs), (Bytes * len(outs))(*(arrays(codec, x.numel, p) for x, p in pairs))
     return getattr(kernels, f"gck_{codec}_decode_cuda")(places, views, len(outs))
 
 
-def expected(reference, codec, bits, dtype, dither=None, first_group=0):
+def expected(reference, codec, bits, dtype, dither=None, first_group=0, row=0):
     """The reference's payload and the bits it decodes to."""
     if codec == "raw":
         return bits.view(np.uint8), bits
     fmt, number, n = FORMATS[codec][0], DTYPES[dtype][0], ctypes.c_int64(bits.size)
-    payload, decoded = np.empty(nbytes_of(codec, bits.size, dtype), np.uint8), np.empty_like(bits)
-    by = ctypes.byref(dither) if dither else None
-    reference.reference_encode(fmt, number, pointer(bits), n, pointer(payload), by, ctypes.c_int64(first_group))
-    reference.reference_decode(fmt, number, pointer(payload), n, pointer(decoded), ctypes.c_int64(first_group))
+    payload, decoded = np.empty(nbytes_of(codec, bits.size, dtype, row), np.uint8), np.empty_like(bits)
+    by, more = ctypes.byref(dither) if dither else None, (ctypes.c_int64(first_group), ctypes.c_int64(row))
+    reference.reference_encode(fmt, number, pointer(bits), n, pointer(payload), by, *more)
+    reference.reference_decode(fmt, number, pointer(payload), n, pointer(decoded), *more)
     return payload, decoded
 
 
@@ -190,7 +235,8 @@ class Case:
 
     def __init__(self, reference, codec, dtype, bits, misaligned=0, sizes=None, strides=None, dither=None):
         self.bits, self.start = np.ascontiguousarray(bits), misaligned * bits.itemsize
-        self.payload_wanted, self.bits_wanted = expected(reference, codec, self.bits, dtype, dither)
+        self.row = row_of(codec, bits.size, sizes)
+        self.payload_wanted, self.bits_wanted = expected(reference, codec, self.bits, dtype, dither, 0, self.row)
         self.layout = (bits.size, dtype, sizes, strides)
         self.where = np.arange(bits.size)
         if strides is not None:
@@ -234,6 +280,5 @@ def check_together(kernels, codec, cases):
 
 
 def check(kernels, reference, codec, dtype, bits, *layout, dither=None):
-    assert check_together(kernels, codec, [Case(reference, codec, dtype, bits, *layout, dither=dither)]) == (
-        2 if bits.size else 0
-    )
+    one = Case(reference, codec, dtype, bits, *layout, dither=dither)
+    assert check_together(kernels, codec, [one]) == (2 + (one.row > 0) if bits.size else 0)

@@ -13,7 +13,7 @@ import subprocess
 import direct_oracle as oracle
 import numpy as np
 import pytest
-from c_structures import How, Tensor
+from c_structures import Bytes, How, Tensor
 from checkout import CODEC, CSRC, EMULATION, source
 from codec_isas import supported
 
@@ -72,12 +72,12 @@ int shim_sizeof_tensor(void) { return sizeof(gck_tensor); }
 /* From unit `first` on. */
 int shim_encode(const gck_codec *codec, const gck_tensor *x, void *payload, int64_t first)
 {
-    return codec->encode_host(x, payload, NULL, first, (x->numel + codec->unit - 1) / codec->unit);
+    return codec->encode_host(x, (gck_bytes){payload, NULL}, NULL, first, (x->numel + codec->unit - 1) / codec->unit);
 }
 
-void shim_decode(const gck_codec *codec, const void *payload, const gck_tensor *out, int64_t first)
+void shim_decode(const gck_codec *codec, void *payload, const gck_tensor *out, int64_t first)
 {
-    codec->decode_host(payload, out, first, (out->numel + codec->unit - 1) / codec->unit);
+    codec->decode_host((gck_bytes){payload, NULL}, out, first, (out->numel + codec->unit - 1) / codec->unit);
 }
 
 /* Whole blocks, with the stores of large tensors. */
@@ -247,12 +247,12 @@ class DeviceKernels:
         return ctypes.c_int.in_dll(self.library, name)
 
     def encode(self, codec, x, payload, overflow=None):
-        payloads = (ctypes.c_void_p * 1)(payload.ctypes.data)
+        payloads = (Bytes * 1)(Bytes(payload.ctypes.data, None))
         how = ctypes.byref(How(None, overflow)) if overflow else None
         return getattr(self.library, f"gck_{codec}_encode_cuda")(ctypes.byref(x), payloads, how, 1)
 
     def decode(self, codec, payload, out):
-        payloads = (ctypes.c_void_p * 1)(payload.ctypes.data)
+        payloads = (Bytes * 1)(Bytes(payload.ctypes.data, None))
         assert getattr(self.library, f"gck_{codec}_decode_cuda")(payloads, ctypes.byref(out), 1) == 0
 
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from checkout import ROOT
+from payload_arrays import whole
 
 import gradckpt
 
@@ -29,7 +30,7 @@ def same(payload, restored, host, codec):
     """Are these the host's bytes and values?"""
     wanted = gradckpt.codecs.encode(host, codec)
     word = gpu_inputs.WORDS[host.dtype.itemsize]
-    return torch.equal(payload.cpu(), wanted.data) and torch.equal(
+    return torch.equal(payload.cpu(), whole(wanted)) and torch.equal(
         restored.cpu().view(word), wanted.decode().view(word)
     )
 
@@ -58,13 +59,13 @@ def test_work_is_queued_on_the_current_stream():
     for codec, dtype in PAIRS:
         host = inputs(dtype)
         filled, x = host.cuda(), torch.zeros_like(host, device="cuda")
-        decode(gradckpt.codecs.encode(x, codec).data, codec, x)
+        decode(whole(gradckpt.codecs.encode(x, codec)), codec, x)
         torch.cuda.synchronize()
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             torch.cuda._sleep(50_000_000)
             x.copy_(filled)
-            payload = gradckpt.codecs.encode(x, codec).data
+            payload = whole(gradckpt.codecs.encode(x, codec))
             restored = decode(payload, codec, x)
         assert not side.query(), (codec, dtype)  # no call has waited
         side.synchronize()
@@ -127,7 +128,7 @@ def test_refused_inputs_are_kept():
 
 def test_truncated_payload_is_named():
     x = inputs("bfloat16").cuda()
-    payload = gradckpt.codecs.encode(x, "int8").data
+    payload = whole(gradckpt.codecs.encode(x, "int8"))
     with pytest.raises(RuntimeError, match="bytes, not"):
         decode(payload[:-1], "int8", x)
     assert decode(payload, "int8", x).is_cuda

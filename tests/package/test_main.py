@@ -155,10 +155,12 @@ def test_the_console_script_is_this_program():
 
 def flipped(payload, bit=1):
     """Decodes as ``payload`` with a bit of every byte flipped."""
-    codec, data = payload.codec, payload.data ^ bit
-    decode = torch.ops.gradckpt.decode
+    arrays = {"codes": payload.codes ^ bit, "scales": payload.scales ^ bit}
+    data, decode = torch.cat([*arrays.values()]), torch.ops.gradckpt.decode
     return SimpleNamespace(
-        data=data, nbytes=payload.nbytes, decode=lambda: decode(data, codec, list(payload.shape), payload.dtype)
+        **arrays,
+        nbytes=payload.nbytes,
+        decode=lambda: decode(data, payload.codec, list(payload.shape), payload.dtype),
     )
 
 
@@ -201,8 +203,9 @@ def test_a_wrong_size_is_found(monkeypatch, capsys):
 
     def longer(x, name):
         payload = encode(x, name)
-        data = torch.nn.functional.pad(payload.data, (0, 1)) if name == "mask" else payload.data
-        return SimpleNamespace(data=data, nbytes=data.numel(), decode=payload.decode)
+        codes = torch.nn.functional.pad(payload.codes, (0, 1)) if name == "mask" else payload.codes
+        nbytes = codes.numel() + payload.scales.numel()
+        return SimpleNamespace(codes=codes, scales=payload.scales, nbytes=nbytes, decode=payload.decode)
 
     monkeypatch.setattr(selftest, "encode", longer)
     status, out = main(capsys)

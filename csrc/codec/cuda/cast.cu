@@ -91,7 +91,7 @@ static void launch_widen(const void *payload, const VIEW &x, cudaStream_t stream
 }
 
 template <gck_dtype DTYPE>
-static int narrow(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
+static int narrow(const gck_tensor *x, const gck_bytes *payloads, const gck_how *how, int n)
 {
     return for_each_tensor(x, n, [=](const gck_tensor *t, int i) {
         const cudaStream_t stream = (cudaStream_t)t->stream;
@@ -99,41 +99,41 @@ static int narrow(const gck_tensor *x, void *const *payloads, const gck_how *how
         const int status = t->dtype != GCK_F32 ? (int)GCK_E_DTYPE : listen(how != NULL ? how + i : NULL, stream, &to);
 
         return status != GCK_OK ? status : with_view<uint32_t>(t, [=](const auto &view) {
-            launch_narrow<DTYPE>(view, payloads[i], to, stream);
+            launch_narrow<DTYPE>(view, payloads[i].codes, to, stream);
         });
     });
 }
 
 template <gck_dtype DTYPE>
-static int widen(const void *const *payloads, const gck_tensor *out, int n)
+static int widen(const gck_bytes *payloads, const gck_tensor *out, int n)
 {
     return for_each_tensor(out, n, [=](const gck_tensor *t, int i) {
         return t->dtype != GCK_F32 ? (int)GCK_E_DTYPE : with_view<uint32_t>(t, [=](const auto &view) {
-            launch_widen<DTYPE>(payloads[i], view, (cudaStream_t)t->stream);
+            launch_widen<DTYPE>(payloads[i].codes, view, (cudaStream_t)t->stream);
         });
     });
 }
 
 extern "C" {
 
-int gck_bf16_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
+int gck_bf16_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
 {
-    return narrow<GCK_BF16>(x, payloads, how, n);
+    return narrow<GCK_BF16>(x, to, how, n);
 }
 
-int gck_bf16_decode_cuda(const void *const *payloads, const gck_tensor *out, int n)
+int gck_bf16_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n)
 {
-    return widen<GCK_BF16>(payloads, out, n);
+    return widen<GCK_BF16>(from, out, n);
 }
 
-int gck_fp16_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
+int gck_fp16_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
 {
-    return narrow<GCK_F16>(x, payloads, how, n);
+    return narrow<GCK_F16>(x, to, how, n);
 }
 
-int gck_fp16_decode_cuda(const void *const *payloads, const gck_tensor *out, int n)
+int gck_fp16_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n)
 {
-    return widen<GCK_F16>(payloads, out, n);
+    return widen<GCK_F16>(from, out, n);
 }
 
 }

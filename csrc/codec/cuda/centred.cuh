@@ -249,7 +249,7 @@ static __device__ __noinline__ void store_centred(const WORK &work, const candid
     gck_put_unusual(FORMAT, side, c.stored | (c.n > 0 ? GCK_HAS_OUTLIERS : 0u), beside);
     s.side = side[0] | (uint32_t)side[1] << 16;
     if (group.found == BETTER) {
-        store_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, gck_groups_of(job.x.numel), g),
+        store_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, g),
                     (int)threadIdx.x % LANES);
     }
 }
@@ -264,14 +264,14 @@ static __device__ __noinline__ void decode_centred(const WORK &work)
     const auto &job = job_of_block(work, &block);
     const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
     const int lane = (int)threadIdx.x % LANES;
-    const answer form = g < ngroups ? form_of<FORMAT>(side_of<FORMAT>(job.payload, ngroups, g)) : RIGHT;
+    const answer form = g < ngroups ? form_of<FORMAT>(side_of<FORMAT>(job.payload, g)) : RIGHT;
     share<FORMAT> s = {};
 
     if (__ballot_sync(ALL_LANES, form == BETTER) == 0) {
         return;
     }
     if (form == BETTER) {
-        load_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
+        load_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, g), lane);
     }
     const uint16_t side[2] = {(uint16_t)s.side, (uint16_t)(s.side >> 16)};
     const uint32_t beside = gck_unusual_bits(FORMAT, side), stored = s.side & 0x7FFCu;

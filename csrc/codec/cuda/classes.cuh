@@ -223,7 +223,7 @@ static __device__ __noinline__ void store_classes(const WORK &work, const candid
     }
     gck_put_unusual(FORMAT, side, gck_class_scale(&group.classes), 0u);
     s.side = side[0] | (uint32_t)side[1] << 16;
-    store_numbers(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, gck_groups_of(job.x.numel), g),
+    store_numbers(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, g),
                   lane);
 }
 
@@ -265,7 +265,7 @@ static __device__ __noinline__ void decode_numbers(const WORK &work)
     constexpr int BITS = 4 * gck_code_bits(FORMAT);
     const int lane = (int)threadIdx.x % LANES;
     const gck_dtype dtype = job.x.dtype();
-    const bool here = g < ngroups && form_of<FORMAT>(side_of<FORMAT>(job.payload, ngroups, g)) == NUMBERS;
+    const bool here = g < ngroups && form_of<FORMAT>(side_of<FORMAT>(job.payload, g)) == NUMBERS;
     share<FORMAT> s = {};
     uint32_t mine = 0, w[WORK::view::WORDS] = {};
 
@@ -273,7 +273,7 @@ static __device__ __noinline__ void decode_numbers(const WORK &work)
         return;
     }
     if (here) {
-        load_numbers(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
+        load_numbers(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, g), lane);
     }
     const int spare = gck_form_spare_bits(gck_form_of(s.side));
 #pragma unroll

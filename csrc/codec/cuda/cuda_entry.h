@@ -6,9 +6,9 @@
 
 #ifdef GCK_WITH_CUDA
 #define GCK_CUDA(function) function
-#define GCK_DECLARE_CUDA(codec)                                                                           \
-    int gck_##codec##_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n); \
-    int gck_##codec##_decode_cuda(const void *const *payloads, const gck_tensor *out, int n);
+#define GCK_DECLARE_CUDA(codec)                                                                         \
+    int gck_##codec##_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n); \
+    int gck_##codec##_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n);
 #else
 #define GCK_CUDA(function) NULL
 #define GCK_DECLARE_CUDA(codec)

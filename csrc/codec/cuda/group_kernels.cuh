@@ -5,7 +5,7 @@
 #ifndef GRADCKPT_GROUP_KERNELS_CUH
 #define GRADCKPT_GROUP_KERNELS_CUH
 
-#include "codec/cuda/lane_group.cuh"
+#include "codec/cuda/rows.cuh"
 
 /* ---- what a format does ---- */
 
@@ -66,10 +66,13 @@ GCK_LANE_FN void *side_by_side(const typed<DTYPE> &x, int64_t g, int, bool) { re
 GCK_LANE_FN void *side_by_side(const untyped &x, int64_t g, int count, bool load)
 {
     float *values = scratch<float>();
+    const factors by = factors_of(x, g * GCK_GROUP, false);
 
     if (load) {
-        for_each_address(x, g * GCK_GROUP, count,
-                         [&](int j, const uint8_t *at) { copy_value(x.kind, values, j, at, 0); });
+        for_each_address(x, g * GCK_GROUP, count, [&](int j, const uint8_t *at) {
+            copy_value(x.kind, values, j, at, 0);
+            rescale(values, x.kind, j, by.of(j));
+        });
     }
     return values;
 }
@@ -79,19 +82,27 @@ GCK_LANE_FN void spread(const typed<DTYPE> &, int64_t, int, const void *) {}
 
 GCK_LANE_FN void spread(const untyped &x, int64_t g, int count, const void *values)
 {
-    for_each_address(x, g * GCK_GROUP, count, [&](int j, uint8_t *at) { copy_value(x.kind, at, 0, values, j); });
+    const factors by = factors_of(x, g * GCK_GROUP, true);
+
+    for_each_address(x, g * GCK_GROUP, count, [&](int j, uint8_t *at) {
+        copy_value(x.kind, at, 0, values, j);
+        rescale(at, x.kind, 0, by.of(j));
+    });
 }
 
 /* ---- kernels ---- */
 
 /* Where a group lies in a payload. */
 template <gck_format FORMAT>
-GCK_LANE_FN uint8_t *codes_of(uint8_t *payload, int64_t g) { return payload + g * gck_code_bytes(FORMAT); }
+GCK_LANE_FN uint8_t *codes_of(const gck_bytes &payload, int64_t g)
+{
+    return (uint8_t *)payload.codes + g * gck_code_bytes(FORMAT);
+}
 
 template <gck_format FORMAT>
-GCK_LANE_FN uint16_t *side_of(uint8_t *payload, int64_t ngroups, int64_t g)
+GCK_LANE_FN uint16_t *side_of(const gck_bytes &payload, int64_t g)
 {
-    return (uint16_t *)codes_of<FORMAT>(payload, ngroups) + g * gck_side_words(FORMAT);
+    return (uint16_t *)payload.scales + g * gck_side_words(FORMAT);
 }
 
 GCK_LANE_FN int count_of(int64_t numel, int64_t g)
@@ -106,10 +117,10 @@ static __device__ __noinline__ void encode_odd(const WORK &work, float amax)
 {
     unsigned block;
     const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
+    const int64_t g = group_of_lane(block);
     const int count = count_of(job.x.numel, g);
     uint8_t *codes = codes_of<FORMAT>(job.payload, g);
-    uint16_t *side = side_of<FORMAT>(job.payload, ngroups, g);
+    uint16_t *side = side_of<FORMAT>(job.payload, g);
     const void *x = side_by_side(job.x, g, count, true);
 
     if constexpr (gck_is_rotated(FORMAT)) {
@@ -136,13 +147,13 @@ static __device__ __noinline__ void decode_odd(const WORK &work)
     const uint8_t *codes = codes_of<FORMAT>(job.payload, g);
     void *values = side_by_side(job.x, g, count, false);
 
-    if (g >= ngroups || form_of<FORMAT>(side_of<FORMAT>(job.payload, ngroups, g)) != ODD) {
+    if (g >= ngroups || form_of<FORMAT>(side_of<FORMAT>(job.payload, g)) != ODD) {
         return;
     }
     if constexpr (gck_is_rotated(FORMAT)) {
         gck_decode_table(FORMAT, codes, values, job.x.dtype(), count);
     } else {
-        gck_decode_unrotated(FORMAT, codes, *side_of<FORMAT>(job.payload, ngroups, g), values, job.x.dtype(), count);
+        gck_decode_unrotated(FORMAT, codes, *side_of<FORMAT>(job.payload, g), values, job.x.dtype(), count);
     }
     spread(job.x, g, count, values);
 }
@@ -159,7 +170,7 @@ encode_kernel(const __grid_constant__ WORK work)
 
     const uint32_t doubt = lane_encode<FORMAT, NOISY>(job.x, g * GCK_GROUP + lane * VALUES, job.dither, s);
     if (g < ngroups) {
-        store_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
+        store_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, g), lane);
     }
     if (__ballot_sync(ALL_LANES, doubt != 0) != 0) {
         encode_unusual<FORMAT, NOISY>(work, doubt);
@@ -178,7 +189,7 @@ decode_kernel(const __grid_constant__ WORK work)
     float v[VALUES];
 
     if (g < ngroups) {
-        load_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, ngroups, g), lane);
+        load_share(s, codes_of<FORMAT>(job.payload, g), side_of<FORMAT>(job.payload, g), lane);
     }
     const bool ordinary = is_ordinary<FORMAT>(s.side);
     lane_decode<FORMAT>(s, g, v);
@@ -204,10 +215,14 @@ static void launch_groups(const WORK &work, unsigned grid, cudaStream_t stream)
 
 static inline const gck_dither *dither_of(const gck_how *how, int i) { return how != NULL ? how[i].dither : NULL; }
 
+/* The length of rows that are scaled apart, or 0. */
+template <gck_format FORMAT>
+static int64_t rows_of(const gck_tensor *t) { return gck_scales_rows(FORMAT) ? gck_row(t) : 0; }
+
 /* The contiguous tensors of one dtype that are rounded alike: one launch, or several if
  * they are many. */
 template <gck_format FORMAT, gck_dtype DTYPE, bool ENCODE, bool NOISY>
-static void run_contiguous(const gck_tensor *t, const void *const *payloads, const gck_how *how, int n)
+static void run_contiguous(const gck_tensor *t, const gck_bytes *payloads, const gck_how *how, int n)
 {
     typedef typename element<DTYPE>::type T;
     const cudaStream_t stream = (cudaStream_t)t->stream;
@@ -219,54 +234,62 @@ static void run_contiguous(const gck_tensor *t, const void *const *payloads, con
     for (int i = 0; i < n; i++) {
         const gck_dither *dither = dither_of(how, i);
         strided<T> view;
-        if (t[i].dtype == DTYPE && (dither != NULL) == NOISY && t[i].numel != 0 && strided_view(t + i, &view) == 0) {
-            const job<typed<DTYPE>> one = {{{(T *)t[i].data, t[i].numel}}, (uint8_t *)payloads[i],
-                                           NOISY ? *dither : gck_dither()};
+        if (t[i].dtype == DTYPE && (dither != NULL) == NOISY && t[i].numel != 0 && rows_of<FORMAT>(t + i) == 0
+            && strided_view(t + i, &view) == 0) {
+            const job<typed<DTYPE>> one = {{{(T *)t[i].data, t[i].numel}}, payloads[i], NOISY ? *dither : gck_dither()};
             all.add(one, grid_for(gck_groups_of(t[i].numel), GROUPS_PER_BLOCK), launch);
         }
     }
     all.flush(launch);
 }
 
-/* Each of the others in a launch of its own. */
+/* Each of the others in a launch of its own, and one before it where rows are scaled apart. */
 template <gck_format FORMAT, bool ENCODE, bool NOISY>
-static int run_strided(const gck_tensor *t, const void *const *payloads, const gck_how *how, int n)
+static int run_others(const gck_tensor *t, const gck_bytes *payloads, const gck_how *how, int n)
 {
     for (int i = 0; i < n; i++) {
         const gck_dither *dither = dither_of(how, i);
         if (t[i].numel == 0 || (dither != NULL) != NOISY) {
             continue;
         }
-        job<untyped> one = {{}, (uint8_t *)payloads[i], NOISY ? *dither : gck_dither()};
-        one.x.kind = t[i].dtype;
-        switch (strided_view(t + i, static_cast<strided<uint8_t> *>(&one.x))) {
-        case 0:
-            break;
-        case 1:
-            for (int d = 0; d < one.x.ndim; d++) {
-                one.x.stride[d] *= t[i].dtype == GCK_F32 ? 4 : 2;
-            }
-            launch_groups<FORMAT, ENCODE, NOISY>(one, grid_for(gck_groups_of(t[i].numel), GROUPS_PER_BLOCK),
-                                                 (cudaStream_t)t->stream);
-            break;
-        default:
+        const int64_t row = rows_of<FORMAT>(t + i), groups = gck_groups_of(t[i].numel);
+        const cudaStream_t stream = (cudaStream_t)t->stream;
+        job<untyped> one = {{}, payloads[i], NOISY ? *dither : gck_dither()};
+        const int kind = strided_view(t + i, static_cast<strided<uint8_t> *>(&one.x));
+        if (kind < 0) {
             return GCK_E_DEVICE;
         }
+        if (kind == 0 && row == 0) {
+            continue;
+        }
+        if (kind == 0) {
+            one.x.ndim = 1, one.x.size[0] = t[i].numel, one.x.stride[0] = 1;
+        }
+        for (int d = 0; d < one.x.ndim; d++) {
+            one.x.stride[d] *= t[i].dtype == GCK_F32 ? 4 : 2;
+        }
+        one.x.kind = t[i].dtype;
+        one.x.row = row;
+        one.x.rows = row > 0 ? (int8_t *)((uint16_t *)payloads[i].scales + groups * gck_side_words(FORMAT)) : NULL;
+        if (ENCODE && row > 0) {
+            launch_rows(one.x, stream);
+        }
+        launch_groups<FORMAT, ENCODE, NOISY>(one, grid_for(groups, GROUPS_PER_BLOCK), stream);
     }
     return GCK_OK;
 }
 
 template <gck_format FORMAT, bool ENCODE, bool NOISY>
-static int run_alike(const gck_tensor *t, const void *const *payloads, const gck_how *how, int n)
+static int run_alike(const gck_tensor *t, const gck_bytes *payloads, const gck_how *how, int n)
 {
     run_contiguous<FORMAT, GCK_F32, ENCODE, NOISY>(t, payloads, how, n);
     run_contiguous<FORMAT, GCK_F16, ENCODE, NOISY>(t, payloads, how, n);
     run_contiguous<FORMAT, GCK_BF16, ENCODE, NOISY>(t, payloads, how, n);
-    return run_strided<FORMAT, ENCODE, NOISY>(t, payloads, how, n);
+    return run_others<FORMAT, ENCODE, NOISY>(t, payloads, how, n);
 }
 
 template <gck_format FORMAT, bool ENCODE>
-static int run_groups(const gck_tensor *t, const void *const *payloads, const gck_how *how, int n)
+static int run_groups(const gck_tensor *t, const gck_bytes *payloads, const gck_how *how, int n)
 {
     if (!are_floats(t, n)) {
         return GCK_E_DTYPE;
@@ -282,15 +305,14 @@ static int run_groups(const gck_tensor *t, const void *const *payloads, const gc
 
 /* Both functions of a codec, as cuda_entry.h declares them.  The payloads are only read by the
  * second. */
-#define GCK_GROUP_CODEC_CUDA(name, format)                                                             \
-    extern "C" int gck_##name##_encode_cuda(const gck_tensor *x, void *const *payloads,                \
-                                            const gck_how *how, int n)                                 \
-    {                                                                                                  \
-        return run_groups<format, true>(x, (const void *const *)payloads, how, n);                     \
-    }                                                                                                  \
-    extern "C" int gck_##name##_decode_cuda(const void *const *payloads, const gck_tensor *out, int n) \
-    {                                                                                                  \
-        return run_groups<format, false>(out, payloads, NULL, n);                                      \
+#define GCK_GROUP_CODEC_CUDA(name, format)                                                                        \
+    extern "C" int gck_##name##_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)  \
+    {                                                                                                             \
+        return run_groups<format, true>(x, to, how, n);                                                           \
+    }                                                                                                             \
+    extern "C" int gck_##name##_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n)                  \
+    {                                                                                                             \
+        return run_groups<format, false>(out, from, NULL, n);                                                     \
     }
 
 #endif

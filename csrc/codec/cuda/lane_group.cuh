@@ -3,6 +3,7 @@
 #define GRADCKPT_LANE_GROUP_CUH
 
 #include "codec/cuda/launch.cuh"
+#include "codec/format/rows.h"
 
 /* ---- views ---- */
 
@@ -12,10 +13,13 @@ template <gck_dtype DTYPE> struct typed : dense<typename element<DTYPE>::type> {
     __device__ constexpr gck_dtype dtype(void) const { return DTYPE; }
 };
 
-/* Values with strides, which count bytes.  One kernel for all dtypes: latency bounds it. */
+/* Values with strides, which count bytes, or with rows that are scaled apart (rows.h).  One kernel for all
+ * dtypes: latency bounds it. */
 struct untyped : strided<uint8_t> {
     enum { WORDS = VALUES };
     gck_dtype kind;
+    int8_t   *rows;                      /* the bytes of the rows; NULL: none           */
+    int64_t   row;                       /* their length                                */
 
     __device__ gck_dtype dtype(void) const { return kind; }
 };
@@ -213,15 +217,56 @@ GCK_LANE_FN void for_each_address(const untyped &x, int64_t i, int count, F f)
     }
 }
 
+/* What values from one on are multiplied by: those before `first`, before `second`, and the rest. */
+struct factors {
+    int   first, second;
+    float by[GCK_SHARES];
+
+    __device__ float of(int j) const { return j < first ? by[0] : j < second ? by[1] : by[2]; }
+};
+
+/* From value i on, within its group.  back: after decoding. */
+GCK_LANE_FN factors factors_of(const untyped &x, int64_t i, bool back)
+{
+    const int64_t g = i / GCK_GROUP;
+    const int start = (int)(i % GCK_GROUP);
+    int end[GCK_SHARES] = {GCK_GROUP, GCK_GROUP, GCK_GROUP}, shift[GCK_SHARES] = {0, 0, 0};
+    int64_t row;
+
+    if (x.rows == NULL || i >= x.numel) {
+        return {GCK_GROUP, GCK_GROUP, {1.f, 1.f, 1.f}};
+    }
+    const int n = gck_shares_of(g, x.row, x.numel, end, &row);
+    gck_shifts_from(n, x.rows + row + 1, shift);
+    factors f = {end[0] - start, n > 1 ? end[1] - start : GCK_GROUP, {}};
+#pragma unroll
+    for (int s = 0; s < GCK_SHARES; s++) {
+        f.by[s] = back ? gck_two_to_minus(shift[s]) : gck_two_to(shift[s]);
+    }
+    return f;
+}
+
+/* Value i, which is stored, times a power of two: gck_scale_shares(). */
+GCK_LANE_FN void rescale(void *values, gck_dtype dtype, int64_t i, float by)
+{
+    if (by != 1.f) {
+        const float v = gck_load(values, dtype, i) * by;
+        if ((gck_bits(v) & 0x7FFFFFFFu) <= gck_limit(dtype)) {
+            gck_store(values, dtype, i, v);
+        }
+    }
+}
+
 GCK_LANE_FN void load_values(const untyped &x, int64_t i, float (&v)[VALUES])
 {
     float *mine = scratch<float>() + (int)threadIdx.x % LANES * VALUES;
+    const factors by = factors_of(x, i, false);
 
 #pragma unroll
     for (int j = 0; j < VALUES; j++) {
         mine[j] = 0.f;
     }
-    for_each_address(x, i, VALUES, [&](int j, const uint8_t *at) { mine[j] = gck_load(at, x.kind, 0); });
+    for_each_address(x, i, VALUES, [&](int j, const uint8_t *at) { mine[j] = gck_load(at, x.kind, 0) * by.of(j); });
 #pragma unroll
     for (int j = 0; j < VALUES; j++) {
         v[j] = mine[j];
@@ -271,12 +316,16 @@ GCK_LANE_FN void store_words(const typed<DTYPE> &x, int64_t i, const uint32_t (&
 GCK_LANE_FN void store_words(const untyped &x, int64_t i, const uint32_t (&w)[VALUES])
 {
     float *mine = scratch<float>() + (int)threadIdx.x % LANES * VALUES;
+    const factors by = factors_of(x, i, true);
 
 #pragma unroll
     for (int j = 0; j < VALUES; j++) {
         mine[j] = gck_float(w[j]);
     }
-    for_each_address(x, i, VALUES, [&](int j, uint8_t *at) { gck_store_escape(at, x.kind, 0, mine[j]); });
+    for_each_address(x, i, VALUES, [&](int j, uint8_t *at) {
+        gck_store_escape(at, x.kind, 0, mine[j]);
+        rescale(at, x.kind, 0, by.of(j));
+    });
 }
 
 template <gck_dtype DTYPE>
@@ -295,12 +344,16 @@ GCK_LANE_FN void store_values(const typed<DTYPE> &x, int64_t i, const float (&v)
 GCK_LANE_FN void store_values(const untyped &x, int64_t i, const float (&v)[VALUES])
 {
     float *mine = scratch<float>() + (int)threadIdx.x % LANES * VALUES;
+    const factors by = factors_of(x, i, true);
 
 #pragma unroll
     for (int j = 0; j < VALUES; j++) {
         mine[j] = v[j];
     }
-    for_each_address(x, i, VALUES, [&](int j, uint8_t *at) { gck_store(at, x.kind, 0, mine[j]); });
+    for_each_address(x, i, VALUES, [&](int j, uint8_t *at) {
+        gck_store(at, x.kind, 0, mine[j]);
+        rescale(at, x.kind, 0, by.of(j));
+    });
 }
 
 /* Value i alone. */
@@ -311,7 +364,7 @@ GCK_LANE_FN float load_value(const untyped &x, int64_t i)
 {
     int64_t run = 0;
 
-    return gck_load(x.data + offset_of(x, i, &run), x.kind, 0);
+    return gck_load(x.data + offset_of(x, i, &run), x.kind, 0) * factors_of(x, i, false).of(0);
 }
 
 template <gck_dtype DTYPE>
@@ -321,7 +374,9 @@ GCK_LANE_FN void store_value(const untyped &x, int64_t i, float v)
 {
     int64_t run = 0;
 
-    gck_store(x.data + offset_of(x, i, &run), x.kind, 0, v);
+    uint8_t *at = x.data + offset_of(x, i, &run);
+    gck_store(at, x.kind, 0, v);
+    rescale(at, x.kind, 0, factors_of(x, i, true).of(0));
 }
 
 /* The largest magnitude of 16 values, as bits: NaN and infinity are larger than any. */

@@ -219,7 +219,7 @@ static int launch_on(int device, F launch)
 template <typename VIEW> struct job {
     typedef VIEW view;
     VIEW       x;
-    uint8_t   *payload;
+    gck_bytes  payload;
     gck_dither dither;                   /* for kernels that round stochastically */
 };
 

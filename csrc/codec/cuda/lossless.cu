@@ -396,26 +396,26 @@ static int decode_as(const void *payload, const gck_tensor *t)
 
 extern "C" {
 
-int gck_lossless_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
+int gck_lossless_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
 {
     return for_each_tensor(x, n, [=](const gck_tensor *t, int i) {
         const gck_how *mine = how != NULL ? how + i : NULL;
         switch (t->dtype) {
-        case GCK_F32:  return encode_as<GCK_F32, uint32_t>(t, payloads[i], mine);
-        case GCK_F16:  return encode_as<GCK_F16, uint16_t>(t, payloads[i], mine);
-        case GCK_BF16: return encode_as<GCK_BF16, uint16_t>(t, payloads[i], mine);
+        case GCK_F32:  return encode_as<GCK_F32, uint32_t>(t, to[i].codes, mine);
+        case GCK_F16:  return encode_as<GCK_F16, uint16_t>(t, to[i].codes, mine);
+        case GCK_BF16: return encode_as<GCK_BF16, uint16_t>(t, to[i].codes, mine);
         default:       return (int)GCK_E_DTYPE;
         }
     });
 }
 
-int gck_lossless_decode_cuda(const void *const *payloads, const gck_tensor *out, int n)
+int gck_lossless_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n)
 {
     return for_each_tensor(out, n, [=](const gck_tensor *t, int i) {
         switch (t->dtype) {
-        case GCK_F32:  return decode_as<GCK_F32, uint32_t>(payloads[i], t);
-        case GCK_F16:  return decode_as<GCK_F16, uint16_t>(payloads[i], t);
-        case GCK_BF16: return decode_as<GCK_BF16, uint16_t>(payloads[i], t);
+        case GCK_F32:  return decode_as<GCK_F32, uint32_t>(from[i].codes, t);
+        case GCK_F16:  return decode_as<GCK_F16, uint16_t>(from[i].codes, t);
+        case GCK_BF16: return decode_as<GCK_BF16, uint16_t>(from[i].codes, t);
         default:       return (int)GCK_E_DTYPE;
         }
     });

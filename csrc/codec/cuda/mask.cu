@@ -88,26 +88,26 @@ static void launch_mask(bool encode, const VIEW &x, void *payload, cudaStream_t 
     }
 }
 
-static int mask(bool encode, const gck_tensor *x, const void *const *payloads, int n)
+static int mask(bool encode, const gck_tensor *x, const gck_bytes *payloads, int n)
 {
     return for_each_tensor(x, n, [=](const gck_tensor *t, int i) {
         return t->dtype != GCK_BOOL ? (int)GCK_E_DTYPE : with_view<uint8_t>(t, [=](const auto &view) {
-            launch_mask(encode, view, (void *)payloads[i], (cudaStream_t)t->stream);
+            launch_mask(encode, view, payloads[i].codes, (cudaStream_t)t->stream);
         });
     });
 }
 
 extern "C" {
 
-int gck_mask_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
+int gck_mask_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
 {
     (void)how;
-    return mask(true, x, (const void *const *)payloads, n);
+    return mask(true, x, to, n);
 }
 
-int gck_mask_decode_cuda(const void *const *payloads, const gck_tensor *out, int n)
+int gck_mask_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n)
 {
-    return mask(false, out, payloads, n);
+    return mask(false, out, from, n);
 }
 
 }

@@ -16,8 +16,8 @@ copy_kernel(const __grid_constant__ WORK work)
     unsigned block;
     const auto &job = job_of_block(work, &block);
     const int64_t first = (int64_t)block * MANY, left = job.x.numel - first;
-    T *to = (ENCODE ? (T *)job.payload : job.x.data) + first;
-    const T *from = (ENCODE ? job.x.data : (const T *)job.payload) + first;
+    T *to = (ENCODE ? (T *)job.payload.codes : job.x.data) + first;
+    const T *from = (ENCODE ? job.x.data : (const T *)job.payload.codes) + first;
 
     if (left >= MANY && ((uintptr_t)to | (uintptr_t)from) % 16 == 0) {
         uint4 q[VECTORS];
@@ -46,9 +46,9 @@ strided_copy_kernel(const __grid_constant__ job<strided<T>> job)
         int64_t run;
         T *at = job.x.data + offset_of(job.x, i, &run);
         if (ENCODE) {
-            ((T *)job.payload)[i] = *at;
+            ((T *)job.payload.codes)[i] = *at;
         } else {
-            *at = ((const T *)job.payload)[i];
+            *at = ((const T *)job.payload.codes)[i];
         }
     }
 }
@@ -61,20 +61,20 @@ static void launch_copy(const WORK &work, unsigned grid, cudaStream_t stream)
 
 /* Of n tensors those whose values are Ts. */
 template <typename T, bool ENCODE>
-static int copy_as(const gck_tensor *t, const void *const *payloads, int n)
+static int copy_as(const gck_tensor *t, const gck_bytes *payloads, int n)
 {
     const cudaStream_t stream = (cudaStream_t)t->stream;
     const auto launch = [=](const auto &work, unsigned grid) { launch_copy<T, ENCODE>(work, grid, stream); };
     collector<dense<T>> all;
 
     for (int i = 0; i < n; i++) {
-        job<strided<T>> one = {{}, (uint8_t *)payloads[i], {}};
+        job<strided<T>> one = {{}, payloads[i], {}};
         if (t[i].numel == 0 || (t[i].dtype == GCK_F32) != (sizeof(T) == 4)) {
             continue;
         }
         switch (strided_view(t + i, &one.x)) {
         case 0:
-            all.add({{(T *)t[i].data, t[i].numel}, (uint8_t *)payloads[i], {}},
+            all.add({{(T *)t[i].data, t[i].numel}, payloads[i], {}},
                     grid_for(t[i].numel, BLOCK_VALUES<T>), launch);
             break;
         case 1:
@@ -89,7 +89,7 @@ static int copy_as(const gck_tensor *t, const void *const *payloads, int n)
 }
 
 template <bool ENCODE>
-static int copy_all(const gck_tensor *t, const void *const *payloads, int n)
+static int copy_all(const gck_tensor *t, const gck_bytes *payloads, int n)
 {
     if (!are_floats(t, n)) {
         return GCK_E_DTYPE;
@@ -102,15 +102,15 @@ static int copy_all(const gck_tensor *t, const void *const *payloads, int n)
 
 extern "C" {
 
-int gck_raw_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n)
+int gck_raw_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
 {
     (void)how;
-    return copy_all<true>(x, (const void *const *)payloads, n);
+    return copy_all<true>(x, to, n);
 }
 
-int gck_raw_decode_cuda(const void *const *payloads, const gck_tensor *out, int n)
+int gck_raw_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n)
 {
-    return copy_all<false>(out, payloads, n);
+    return copy_all<false>(out, from, n);
 }
 
 }

@@ -11,6 +11,8 @@
  *     format         its name in C
  *     simd, cuda     SIMD: x86/ has kernels for every instruction set, or PORTABLE: it has none;
  *                    CUDA: cuda/ has kernels, or NO_CUDA
+ *     rows           1: rows that end within a group are scaled apart (rows.h); 0: the codes are floating, and
+ *                    need it not
  *     max_error      the stated bound |x - x'| / absmax of x's group, see below
  *     then the numbers, which format/formats.h explains:
  *     code bits, side words, fp8, rotated, levels;
@@ -29,37 +31,37 @@
 #ifndef GRADCKPT_CODECS_H
 #define GRADCKPT_CODECS_H
 
-#define GCK_CODECS(CODEC, GROUP, ARG)                                                                             \
-    CODEC(ARG, raw, 0)                                                                                            \
-    GROUP(ARG, fp8_e4m3, 1, GCK_E4M3, SIMD, CUDA, "OCP FP8 E4M3, 16-bit scale per 128 values",                    \
-              16.0 / 384 * (1 + 0x1p-7),                                                                          \
-              8, 1, 1, 0, 0, 0x1p32 / 448, 0x1p32 / 448, 0x1p32 / 384, 16, 0x1p-32, 0x1p-32,                      \
-              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                     \
-    GROUP(ARG, fp8_e5m2, 2, GCK_E5M2, SIMD, CUDA, "OCP FP8 E5M2, 16-bit scale per 128 values",                    \
-              4096.0 / 57344 * (1 + 0x1p-7),                                                                      \
-              8, 1, 1, 0, 0, 0x1p40 / 57344, 0x1p40 / 57344, 0x1p40 / 57344, 16, 0x1p-40, 0x1p-40,                \
-              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                     \
-    GROUP(ARG, int8, 3, GCK_INT8, SIMD, CUDA, "sign-randomised Hadamard-128, int8, 16-bit scale per 128 values",  \
-              128.0 / 254 * (1 + 0x1p-6),                                                                         \
-              8, 1, 0, 1, 0, 0x1p25 / 127, 0x1p25 / 127, 0x1p32 / 125, 16, 0x1p-25, 0x1p-32,                      \
-              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                     \
-    GROUP(ARG, int8_plain, 4, GCK_INT8_PLAIN, SIMD, CUDA, "int8, 16-bit scale per 128 values, no rotation",       \
-              1.0 / 250 * (1 + 0x1p-6),                                                                           \
-              8, 1, 0, 0, 0, 0x1p32 / 127, 0x1p32 / 127, 0x1p32 / 125, 16, 0x1p-32, 0x1p-32,                      \
-              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                     \
-    GROUP(ARG, int6, 5, GCK_INT6, SIMD, CUDA,                                                                     \
-              "sign-randomised Hadamard-128, 64 levels, 16-bit scale per 128 values",                             \
-              4.5 / 127 * 128 * (1 + 0x1p-5),                                                                     \
-              6, 1, 0, 1, 1, 0x1p25 / 127, 0x1p25 / 125.5, 0x1p32 / 29, 17, 0x1p-25, 0x1p-32,                     \
-              11, 5, 3, 0x1p24 / 11, 0x1p-12)                                                                     \
-    GROUP(ARG, int4, 6, GCK_INT4, SIMD, CUDA,                                                                     \
-              "sign-randomised Hadamard-128 of all but the largest value, 16 levels, 32 bits per 128 values",     \
-              13.0 / 127 * 128 * (1 + 0x1p-3),                                                                    \
-              4, 2, 0, 1, 1, 0x1p25 / 127, 0x1p25 / 115.5, 0x1p28 / 5, 19, 0x1p-25, 0x1p-28,                      \
-              1, 3, 2, 0x1p24, 0x1p-12)                                                                           \
-    CODEC(ARG, bf16, 7)                                                                                           \
-    CODEC(ARG, fp16, 8)                                                                                           \
-    CODEC(ARG, lossless, 9)                                                                                       \
+#define GCK_CODECS(CODEC, GROUP, ARG)                                                                                 \
+    CODEC(ARG, raw, 0)                                                                                                \
+    GROUP(ARG, fp8_e4m3, 1, GCK_E4M3, SIMD, CUDA, 0, "OCP FP8 E4M3, 16-bit scale per 128 values",                     \
+              16.0 / 384 * (1 + 0x1p-7),                                                                              \
+              8, 1, 1, 0, 0, 0x1p32 / 448, 0x1p32 / 448, 0x1p32 / 384, 16, 0x1p-32, 0x1p-32,                          \
+              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                         \
+    GROUP(ARG, fp8_e5m2, 2, GCK_E5M2, SIMD, CUDA, 0, "OCP FP8 E5M2, 16-bit scale per 128 values",                     \
+              4096.0 / 57344 * (1 + 0x1p-7),                                                                          \
+              8, 1, 1, 0, 0, 0x1p40 / 57344, 0x1p40 / 57344, 0x1p40 / 57344, 16, 0x1p-40, 0x1p-40,                    \
+              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                         \
+    GROUP(ARG, int8, 3, GCK_INT8, SIMD, CUDA, 1, "sign-randomised Hadamard-128, int8, 16-bit scale per 128 values",   \
+              128.0 / 254 * (1 + 0x1p-6),                                                                             \
+              8, 1, 0, 1, 0, 0x1p25 / 127, 0x1p25 / 127, 0x1p32 / 125, 16, 0x1p-25, 0x1p-32,                          \
+              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                         \
+    GROUP(ARG, int8_plain, 4, GCK_INT8_PLAIN, SIMD, CUDA, 1, "int8, 16-bit scale per 128 values, no rotation",        \
+              1.0 / 250 * (1 + 0x1p-6),                                                                               \
+              8, 1, 0, 0, 0, 0x1p32 / 127, 0x1p32 / 127, 0x1p32 / 125, 16, 0x1p-32, 0x1p-32,                          \
+              59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                         \
+    GROUP(ARG, int6, 5, GCK_INT6, SIMD, CUDA, 1,                                                                      \
+              "sign-randomised Hadamard-128, 64 levels, 16-bit scale per 128 values",                                 \
+              4.5 / 127 * 128 * (1 + 0x1p-5),                                                                         \
+              6, 1, 0, 1, 1, 0x1p25 / 127, 0x1p25 / 125.5, 0x1p32 / 29, 17, 0x1p-25, 0x1p-32,                         \
+              11, 5, 3, 0x1p24 / 11, 0x1p-12)                                                                         \
+    GROUP(ARG, int4, 6, GCK_INT4, SIMD, CUDA, 1,                                                                      \
+              "sign-randomised Hadamard-128 of all but the largest value, 16 levels, 32 bits per 128 values",         \
+              13.0 / 127 * 128 * (1 + 0x1p-3),                                                                        \
+              4, 2, 0, 1, 1, 0x1p25 / 127, 0x1p25 / 115.5, 0x1p28 / 5, 19, 0x1p-25, 0x1p-28,                          \
+              1, 3, 2, 0x1p24, 0x1p-12)                                                                               \
+    CODEC(ARG, bf16, 7)                                                                                               \
+    CODEC(ARG, fp16, 8)                                                                                               \
+    CODEC(ARG, lossless, 9)                                                                                           \
     CODEC(ARG, mask, 10)
 
 #define GCK_SKIP_ROW(...)                /* for users of one kind of row */

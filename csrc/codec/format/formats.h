@@ -34,10 +34,10 @@ typedef struct {
 
 /* One function for each: comparisons with constants, which compilers fold where the format is known,
  * or known to be one of a few (nvcc folds no switch there, and its kernels took more registers). */
-#define GCK_NUMBER_OF_ROW(field, name, id, of, simd, cuda, summary, error, ...) \
-    if (format == of) {                                                         \
-        const gck_format_numbers numbers = {__VA_ARGS__};                       \
-        return numbers.field;                                                   \
+#define GCK_NUMBER_OF_ROW(field, name, id, of, simd, cuda, rows, summary, error, ...) \
+    if (format == of) {                                                               \
+        const gck_format_numbers numbers = {__VA_ARGS__};                             \
+        return numbers.field;                                                         \
     }
 #define GCK_NUMBER(type, field)                                     \
     GCK_LAYOUT_FN GCK_CONSTEXPR type gck_##field(gck_format format) \
@@ -61,6 +61,10 @@ GCK_NUMBER(int, table_kinds)
 GCK_NUMBER(int, table_size)
 GCK_NUMBER(float, table_factor)
 GCK_NUMBER(float, table_unit)
+
+/* 1 when rows that end within a group are scaled apart. */
+#define GCK_ROWS_OF_ROW(_, name, id, of, simd, cuda, rows, ...) format == of ? rows :
+GCK_LAYOUT_FN GCK_CONSTEXPR int gck_scales_rows(gck_format format) { return GCK_GROUP_CODECS(GCK_ROWS_OF_ROW, _) 0; }
 
 /* Bytes of a group's codes. */
 GCK_LAYOUT_FN GCK_CONSTEXPR int gck_code_bytes(gck_format format) { return GCK_GROUP / 8 * gck_code_bits(format); }

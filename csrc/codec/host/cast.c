@@ -18,15 +18,15 @@ GCK_DECLARE_CUDA(fp16)
         GCK_KERNEL(from_##kernel)((const uint16_t *)payload + first, count, values, streaming);               \
         return GCK_OK;                                                                                        \
     }                                                                                                         \
-    static int codec##_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first,          \
+    static int codec##_encode(const gck_tensor *x, gck_bytes to, const gck_how *how, int64_t first,           \
                               int64_t last)                                                                   \
     {                                                                                                         \
         (void)how;                                                                                            \
-        return gck_encode_pieces(x, GCK_BLOCK, first, last, codec##_piece, payload);                          \
+        return gck_encode_pieces(x, GCK_BLOCK, first, last, 1, codec##_piece, to.codes);                      \
     }                                                                                                         \
-    static void codec##_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)       \
+    static void codec##_decode(gck_bytes from, const gck_tensor *out, int64_t first, int64_t last)            \
     {                                                                                                         \
-        gck_decode_pieces(out, GCK_BLOCK, first, last, codec##_back, (void *)payload);                        \
+        gck_decode_pieces(out, GCK_BLOCK, first, last, 1, codec##_back, from.codes);                          \
     }
 CODEC(bf16, bf16)
 CODEC(fp16, f16)

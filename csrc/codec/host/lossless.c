@@ -30,19 +30,19 @@ static int decode_piece(void *values, int64_t first, int64_t count, int streamin
     return GCK_OK;
 }
 
-static int lossless_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last)
+static int lossless_encode(const gck_tensor *x, gck_bytes to, const gck_how *how, int64_t first, int64_t last)
 {
-    work w = {x, payload};
+    work w = {x, to.codes};
 
     (void)how;
-    return gck_encode_pieces(x, GCK_BLOCK, first, last, encode_piece, &w);
+    return gck_encode_pieces(x, GCK_BLOCK, first, last, 1, encode_piece, &w);
 }
 
-static void lossless_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
+static void lossless_decode(gck_bytes from, const gck_tensor *out, int64_t first, int64_t last)
 {
-    work w = {out, payload};
+    work w = {out, from.codes};
 
-    gck_decode_pieces(out, GCK_BLOCK, first, last, decode_piece, &w);
+    gck_decode_pieces(out, GCK_BLOCK, first, last, 1, decode_piece, &w);
 }
 
 const gck_codec gck_codec_lossless = {

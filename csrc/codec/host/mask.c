@@ -20,15 +20,15 @@ static int unpack_piece(void *values, int64_t first, int64_t count, int streamin
     return GCK_OK;
 }
 
-static int mask_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last)
+static int mask_encode(const gck_tensor *x, gck_bytes to, const gck_how *how, int64_t first, int64_t last)
 {
     (void)how;
-    return gck_encode_pieces(x, GCK_BLOCK, first, last, pack_piece, payload);
+    return gck_encode_pieces(x, GCK_BLOCK, first, last, 1, pack_piece, to.codes);
 }
 
-static void mask_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
+static void mask_decode(gck_bytes from, const gck_tensor *out, int64_t first, int64_t last)
 {
-    gck_decode_pieces(out, GCK_BLOCK, first, last, unpack_piece, (void *)payload);
+    gck_decode_pieces(out, GCK_BLOCK, first, last, 1, unpack_piece, from.codes);
 }
 
 const gck_codec gck_codec_mask = {

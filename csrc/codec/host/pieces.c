@@ -18,10 +18,11 @@ static int64_t values_in_place(const gck_tensor *t, int64_t unit, int64_t first,
     return whole > first ? (whole - first) * unit : 0;
 }
 
-int gck_encode_pieces(const gck_tensor *x, int64_t unit, int64_t first, int64_t last, gck_piece *piece, void *ctx)
+int gck_encode_pieces(const gck_tensor *x, int64_t unit, int64_t first, int64_t last, int in_place, gck_piece *piece,
+                      void *ctx)
 {
     const size_t item = gck_itemsize(x->dtype);
-    const int64_t end = smaller(last * unit, x->numel), direct = values_in_place(x, unit, first, last);
+    const int64_t end = smaller(last * unit, x->numel), direct = in_place ? values_in_place(x, unit, first, last) : 0;
     int status = GCK_OK;
     _Alignas(64) char buffer[GCK_BLOCK * sizeof(float)];
 
@@ -39,10 +40,12 @@ int gck_encode_pieces(const gck_tensor *x, int64_t unit, int64_t first, int64_t 
     return status;
 }
 
-void gck_decode_pieces(const gck_tensor *out, int64_t unit, int64_t first, int64_t last, gck_piece *piece, void *ctx)
+void gck_decode_pieces(const gck_tensor *out, int64_t unit, int64_t first, int64_t last, int in_place,
+                       gck_piece *piece, void *ctx)
 {
     const size_t item = gck_itemsize(out->dtype);
-    const int64_t end = smaller(last * unit, out->numel), direct = values_in_place(out, unit, first, last);
+    const int64_t end = smaller(last * unit, out->numel);
+    const int64_t direct = in_place ? values_in_place(out, unit, first, last) : 0;
     _Alignas(64) char buffer[GCK_BLOCK * sizeof(float)];
 
     if (direct > 0) {

@@ -13,20 +13,20 @@ static int64_t count_of(const gck_tensor *x, int64_t first, int64_t last)
     return left < most ? left : most;
 }
 
-static int raw_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last)
+static int raw_encode(const gck_tensor *x, gck_bytes to, const gck_how *how, int64_t first, int64_t last)
 {
-    char *to = (char *)payload + (size_t)first * GCK_GROUP * gck_itemsize(x->dtype);
+    char *out = (char *)to.codes + (size_t)first * GCK_GROUP * gck_itemsize(x->dtype);
 
     (void)how;
-    gck_gather(x, first * GCK_GROUP, count_of(x, first, last), to);
+    gck_gather(x, first * GCK_GROUP, count_of(x, first, last), out);
     return GCK_OK;
 }
 
-static void raw_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
+static void raw_decode(gck_bytes from, const gck_tensor *out, int64_t first, int64_t last)
 {
-    const char *from = (const char *)payload + (size_t)first * GCK_GROUP * gck_itemsize(out->dtype);
+    const char *in = (const char *)from.codes + (size_t)first * GCK_GROUP * gck_itemsize(out->dtype);
 
-    gck_scatter(out, first * GCK_GROUP, count_of(out, first, last), from);
+    gck_scatter(out, first * GCK_GROUP, count_of(out, first, last), in);
 }
 
 const gck_codec gck_codec_raw = {

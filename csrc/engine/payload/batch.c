@@ -6,7 +6,7 @@
 #include "torch/paper.h"
 #include "torch/tensor.h"
 
-int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, PyObject *buffer)
+int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, gck_arrays arrays)
 {
     if ((b->n == GCK_BATCH || (b->n > 0 && b->codec != payload->codec)) && gck_batch_flush(b) < 0) {
         return -1;
@@ -14,7 +14,7 @@ int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, PyObject
     b->codec = payload->codec;
     b->payload[b->n] = (gck_payload *)Py_NewRef((PyObject *)payload);
     b->tensor[b->n] = Py_NewRef(tensor);
-    b->buffer[b->n++] = Py_XNewRef(buffer);
+    b->arrays[b->n++] = gck_arrays_again(arrays);
     if (!b->decode) {
         payload->waits = b;
     }
@@ -42,7 +42,7 @@ static void let_go(gck_batch *b, int done)
     for (int i = 0; i < n; i++) {
         Py_DECREF((PyObject *)b->payload[i]);
         Py_DECREF(b->tensor[i]);
-        Py_XDECREF(b->buffer[i]);
+        gck_arrays_clear(&b->arrays[i]);
     }
 }
 
@@ -50,16 +50,16 @@ int gck_batch_flush(gck_batch *b)
 {
     gck_py *py = &b->state->py;
     gck_tensor view[GCK_BATCH];
-    void *bytes[GCK_BATCH];
+    gck_bytes bytes[GCK_BATCH];
     gck_how how[GCK_BATCH];
     int status = 0, n = 0;
 
     for (int i = 0; status == 0 && i < b->n; i++) {
-        status = gck_payload_work(b->payload[i], b->tensor[i], b->buffer[i], &view[n], &bytes[n], &how[n]);
-        n += status == 0 && gck_has_values(view[n].data) && gck_has_values(bytes[n]);
+        status = gck_payload_work(b->payload[i], b->tensor[i], b->arrays[i], &view[n], &bytes[n], &how[n]);
+        n += status == 0 && gck_has_values(view[n].data) && gck_has_values(bytes[n].codes);
     }
     if (status == 0 && n > 0) {
-        status = b->decode ? gck_run_decode(py, b->codec, (const void *const *)bytes, view, n)
+        status = b->decode ? gck_run_decode(py, b->codec, bytes, view, n)
                            : gck_run_encode(py, b->codec, view, bytes, how, n);
     }
     let_go(b, status == 0);

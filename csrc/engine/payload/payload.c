@@ -1,4 +1,4 @@
-/* payload.c: heap type Payload: one buffer of bytes, its codec, and the layout of the original. */
+/* payload.c: heap type Payload: its bytes, their codec, and the layout of the original. */
 #include "engine/payload/payload.h"
 
 #include "torch/calls.h"
@@ -81,10 +81,14 @@ static int make_bytes(gck_payload *self, int use)
     const int ours = self->device < 0 && !self->codec->may_overflow && (use == GCK_FOR_REGION || use == GCK_FOR_USER);
     const int made = ours ? gck_fresh_bytes(py, self->nbytes, &self->own) : 0;
 
-    if (made == 0) {
-        self->buffer = gck_bytes_empty(py, self->nbytes, self->device);
+    if (made != 0) {
+        return made > 0 ? 0 : -1;
     }
-    return made > 0 || self->buffer != NULL ? 0 : -1;
+    self->arrays.codes = gck_bytes_empty(py, self->room.codes, self->device);
+    if (self->arrays.codes != NULL && self->room.scales > 0) {
+        self->arrays.scales = gck_bytes_empty(py, self->room.scales, self->device);
+    }
+    return self->arrays.codes != NULL && (self->room.scales == 0 || self->arrays.scales != NULL) ? 0 : -1;
 }
 
 /* Write the bytes, or defer that.  0; 1 when the codec overflows; -1. */
@@ -94,19 +98,19 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
     gck_tensor view;
     gck_batch own;
     gck_how how;
-    void *bytes;
+    gck_bytes bytes;
     int status;
 
     if (gck_batch_takes(batch, self->codec, &values)) {      /* faster: one launch for several */
-        return gck_batch_add(batch, self, in->x, self->buffer);
+        return gck_batch_add(batch, self, in->x, self->arrays);
     }
     if (self->own.handle != NULL) {              /* faster: no references to hold */
-        status = gck_payload_work(self, in->x, NULL, &view, &bytes, &how);
+        status = gck_payload_work(self, in->x, (gck_arrays){NULL, NULL}, &view, &bytes, &how);
         return status == 0 && self->has_values
              ? gck_run_encode(&self->state->py, self->codec, &view, &bytes, &how, 1) : status;
     }
     gck_batch_begin(&own, self->state, 0);
-    status = gck_batch_add(&own, self, in->x, self->buffer) < 0 ? -1 : gck_batch_flush(&own);
+    status = gck_batch_add(&own, self, in->x, self->arrays) < 0 ? -1 : gck_batch_flush(&own);
     gck_payload_overflow_encoded(self, in->x, status);
     return status > 0 && self->overflow != NULL ? 0 : status;
 }
@@ -138,12 +142,24 @@ static gck_payload *accept(gck_payload *self, gck_payload *first)
 
 int gck_payload_hand_over(gck_payload *self)
 {
-    self->saved = PyObject_CallFunctionObjArgs(self->state->py.make_saved_tensor, self->buffer, Py_False, NULL);
-    if (self->saved != NULL) {
-        Py_CLEAR(self->buffer);
-        gck_payload_uncount(self);               /* the outer hooks took the bytes */
+    gck_arrays arrays = gck_arrays_again(self->arrays), saved = {NULL, NULL};    /* the hooks run Python */
+    PyObject *make = self->state->py.make_saved_tensor;
+    int status = -1;
+
+    saved.codes = PyObject_CallFunctionObjArgs(make, arrays.codes, Py_False, NULL);
+    if (saved.codes != NULL && arrays.scales != NULL) {
+        saved.scales = PyObject_CallFunctionObjArgs(make, arrays.scales, Py_False, NULL);
     }
-    return self->saved != NULL ? 0 : -1;
+    if (saved.codes != NULL && (arrays.scales == NULL || saved.scales != NULL)) {
+        self->saved = saved;
+        gck_arrays_clear(&self->arrays);
+        gck_payload_uncount(self);               /* the outer hooks took the bytes */
+        status = 0;
+    } else {
+        gck_arrays_clear(&saved);
+    }
+    gck_arrays_clear(&arrays);
+    return status;
 }
 
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
@@ -238,8 +254,8 @@ static void payload_dealloc(PyObject *op)
         free(self->sizes);
     }
     gck_fresh_free(&self->own);
-    Py_XDECREF(self->buffer);
-    Py_XDECREF(self->saved);
+    gck_arrays_clear(&self->arrays);
+    gck_arrays_clear(&self->saved);
     Py_XDECREF(self->original);
     Py_XDECREF(self->kept);
     gck_object_free(op);
@@ -257,10 +273,37 @@ static PyObject *payload_codec(PyObject *op, void *closure)
     return PyUnicode_FromString(((gck_payload *)op)->codec->name);
 }
 
-static PyObject *payload_data(PyObject *op, void *closure)
+/* New reference: an array; where both lie in one tensor, the part of it. */
+static PyObject *payload_array(gck_payload *self, int scales)
+{
+    gck_arrays arrays;
+    PyObject *array;
+
+    if (gck_payload_arrays(self, &arrays) < 0) {
+        return NULL;
+    }
+    if (self->room.scales > 0 && arrays.scales == NULL) {
+        array = PyObject_CallMethod(arrays.codes, "narrow", "iLL", 0, scales ? (long long)self->room.codes : 0LL,
+                                    scales ? (long long)self->room.scales : (long long)self->room.codes);
+    } else if (scales && self->room.scales == 0) {
+        array = gck_bytes_empty(&self->state->py, 0, self->device);
+    } else {
+        array = Py_NewRef(scales ? arrays.scales : arrays.codes);
+    }
+    gck_arrays_clear(&arrays);
+    return array;
+}
+
+static PyObject *payload_codes(PyObject *op, void *closure)
 {
     (void)closure;
-    return gck_payload_buffer((gck_payload *)op);
+    return payload_array((gck_payload *)op, 0);
+}
+
+static PyObject *payload_scales(PyObject *op, void *closure)
+{
+    (void)closure;
+    return payload_array((gck_payload *)op, 1);
 }
 
 static PyObject *payload_shape(PyObject *op, void *closure)
@@ -301,7 +344,9 @@ static PyGetSetDef payload_getset[] = {
     {"shape", payload_shape, NULL, "Shape of the original.", NULL},
     {"dtype", payload_dtype, NULL, "Dtype of the original.", NULL},
     {"device", payload_device, NULL, "Device of the original.", NULL},
-    {"data", payload_data, NULL, "The bytes: a uint8 tensor (docs/codecs.md describes them). Not a copy.", NULL},
+    {"codes", payload_codes, NULL, "Its first array: a uint8 tensor (docs/codecs.md describes it). Not a copy.", NULL},
+    {"scales", payload_scales, NULL, "Its second array, uint8, which is small; empty: the codec has none. Not a copy.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

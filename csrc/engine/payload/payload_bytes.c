@@ -8,35 +8,64 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The memory of a payload's bytes.  Outer saved-tensor hooks may have returned this tensor, so it
- * is checked: a wrong one would be read out of bounds, or as nonsense. */
-int gck_payload_view(gck_payload *self, PyObject *buffer, void **data)
+gck_arrays gck_arrays_again(gck_arrays arrays)
+{
+    return (gck_arrays){Py_XNewRef(arrays.codes), Py_XNewRef(arrays.scales)};
+}
+
+void gck_arrays_clear(gck_arrays *arrays)
+{
+    const gck_arrays old = *arrays;
+
+    *arrays = (gck_arrays){NULL, NULL};
+    Py_XDECREF(old.codes);
+    Py_XDECREF(old.scales);
+}
+
+/* The memory of an array.  Outer saved-tensor hooks may have returned this tensor, so it is checked: a
+ * wrong one would be read out of bounds, or as nonsense. */
+static int view_array(gck_payload *self, PyObject *array, int64_t nbytes, void **data)
 {
     gck_dl_tensor dl;
     PyObject *device;
-    int shown;
+    const int shown = gck_read_dlpack(&self->state->py, array, &dl);
 
-    if (buffer == NULL && self->own.handle != NULL) {
-        *data = self->own.data;
-        return 0;
-    }
-    buffer = buffer == NULL ? self->buffer : buffer;
-    shown = gck_read_dlpack(&self->state->py, buffer, &dl);
     if (shown < 0) {
         return -1;
     }
-    if (!shown || dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != self->nbytes
-        || (dl.strides != NULL && self->nbytes > 1 && dl.strides[0] != 1)
+    if (!shown || dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != nbytes
+        || (dl.strides != NULL && nbytes > 1 && dl.strides[0] != 1)
         || (dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1) != self->device) {
         device = gck_device_object(&self->state->py, self->device);
         PyErr_Format(PyExc_RuntimeError, "gradckpt: an outer saved-tensor hook returned another tensor (%R) for a "
                      "payload of %lld uint8 bytes on %S; return what was packed",
-                     Py_TYPE(buffer), (long long)self->nbytes, device != NULL ? device : Py_None);
+                     Py_TYPE(array), (long long)nbytes, device != NULL ? device : Py_None);
         Py_XDECREF(device);
         return -1;
     }
     *data = (char *)dl.data + dl.byte_offset;
     return 0;
+}
+
+int gck_payload_view(gck_payload *self, gck_arrays arrays, gck_bytes *bytes)
+{
+    void *data;
+
+    if (arrays.codes == NULL && self->own.handle != NULL) {
+        *bytes = gck_in_one(self->own.data, self->room);
+        return 0;
+    }
+    arrays = arrays.codes == NULL ? self->arrays : arrays;
+    if (arrays.scales == NULL) {
+        if (view_array(self, arrays.codes, self->nbytes, &data) < 0) {
+            return -1;
+        }
+        *bytes = gck_in_one(data, self->room);
+        return 0;
+    }
+    /* the second look may run Python, and must not outlive the first one's memory: the caller holds both */
+    return view_array(self, arrays.codes, self->room.codes, &bytes->codes) < 0
+        || view_array(self, arrays.scales, self->room.scales, &bytes->scales) < 0 ? -1 : 0;
 }
 
 int gck_payload_lay_out(gck_payload *self, const gck_tensor *x, int exact)
@@ -70,7 +99,9 @@ int gck_payload_lay_out(gck_payload *self, const gck_tensor *x, int exact)
     self->device = x->device;
     self->stream = x->stream;
     self->bytes_in = self->values * (int64_t)gck_itemsize(x->dtype);
-    self->nbytes = gck_nbytes(self->codec, self->values, x->dtype);
+    const gck_tensor values = gck_payload_values(self, NULL, NULL);
+    self->room = gck_room_of(self->codec, &values);
+    self->nbytes = self->room.codes + self->room.scales;
     return 0;
 }
 
@@ -125,35 +156,55 @@ static int see_once(const gck_payload *self, gck_tensor *view)
     return 0;
 }
 
-int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes,
+int gck_payload_work(gck_payload *self, PyObject *tensor, gck_arrays arrays, gck_tensor *view, gck_bytes *bytes,
                      gck_how *how)
 {
     const gck_tensor was = {.numel = self->numel, .dtype = self->dtype, .device = self->device};
 
     *how = (gck_how){self->stochastic ? &self->dither : NULL, self->overflow};
-    if (gck_payload_view(self, buffer, bytes) < 0 || gck_view_again(&self->state->py, tensor, &was, view) < 0) {
+    if (gck_payload_view(self, arrays, bytes) < 0 || gck_view_again(&self->state->py, tensor, &was, view) < 0) {
         return -1;
     }
     return self->once != NULL ? see_once(self, view) : 0;
 }
 
-PyObject *gck_payload_buffer(gck_payload *self)
+/* New reference: what the outer hooks return; NULL stays NULL. */
+static int unpack(const gck_py *py, PyObject *saved, PyObject **array)
 {
+    *array = saved != NULL ? PyObject_CallMethodObjArgs(saved, py->names.unpack, NULL) : NULL;
+    return saved == NULL || *array != NULL ? 0 : -1;
+}
+
+int gck_payload_arrays(gck_payload *self, gck_arrays *arrays)
+{
+    const gck_py *py = &self->state->py;
+
+    *arrays = (gck_arrays){NULL, NULL};
     if (self->own.handle != NULL) {
-        PyObject *buffer = gck_fresh_alias(&self->state->py, &self->own);
-        if (buffer != NULL && self->own.handle != NULL) {    /* else another thread was faster */
-            self->buffer = Py_NewRef(buffer);
+        arrays->codes = gck_fresh_alias(py, &self->own);
+        if (arrays->codes != NULL && self->own.handle != NULL) {    /* else another thread was faster */
+            self->arrays.codes = Py_NewRef(arrays->codes);
             gck_fresh_free(&self->own);
         }
-        return buffer;
+        return arrays->codes != NULL ? 0 : -1;
     }
-    if (self->saved == NULL && self->buffer == NULL) {
-        return PyErr_Format(PyExc_RuntimeError,
-                            "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
-                            "tensor itself; call decode()", self->codec->name);
+    if (self->saved.codes != NULL) {
+        gck_arrays saved = gck_arrays_again(self->saved);     /* the hooks may run anything */
+        const int status = unpack(py, saved.codes, &arrays->codes) < 0 || unpack(py, saved.scales, &arrays->scales) < 0
+                         ? -1 : 0;
+        gck_arrays_clear(&saved);
+        if (status < 0) {
+            gck_arrays_clear(arrays);
+        }
+        return status;
     }
-    return self->saved != NULL ? PyObject_CallMethodObjArgs(self->saved, self->state->py.names.unpack, NULL)
-                               : Py_NewRef(self->buffer);
+    if (self->arrays.codes == NULL) {
+        PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
+                     "tensor itself; call decode()", self->codec->name);
+        return -1;
+    }
+    *arrays = gck_arrays_again(self->arrays);
+    return 0;
 }
 
 void gck_payload_uncount(gck_payload *self)

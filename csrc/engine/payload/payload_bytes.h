@@ -10,20 +10,27 @@
 
 enum { GCK_FEW_DIMS = 4, GCK_ALIGNMENT = 64 };     /* bytes: torch's allocators align at least so */
 
+/* The arrays of a payload as uint8 tensors; scales NULL: the codec has none, or they follow the codes in their
+ * tensor. */
+typedef struct {
+    PyObject *codes, *scales;
+} gck_arrays;
+
 typedef struct gck_payload {
     PyObject_HEAD
     PyObject        *weakrefs;
     gck_state       *state;        /* borrowed: the type keeps the module alive          */
     const gck_codec *codec;
-    PyObject        *buffer;       /* uint8 tensor; NULL when `own` or `saved` has it    */
-    gck_fresh        own;          /* the bytes, until Python asks for them; else empty  */
-    PyObject        *saved;        /* torch's SavedTensor of the buffer; else NULL       */
+    gck_arrays       arrays;       /* owned; codes NULL when `own` or `saved` has them   */
+    gck_fresh        own;          /* both in one, until Python asks for them; else empty */
+    gck_arrays       saved;        /* torch's SavedTensors of the arrays; codes NULL: none */
     PyObject        *original;     /* weak reference                                     */
     int64_t          version;      /* of the original when encoded; -1: it has none and is never shared */
     gck_dtype        dtype;
     int              device;       /* -1: CPU                                            */
     int64_t          numel;        /* of the original                                    */
     int64_t          values;       /* that are encoded: fewer where elements share memory */
+    gck_room         room;         /* bytes of the arrays                                */
     int64_t          nbytes, bytes_in;
     const void      *waits;        /* the batch in which its bytes are pending; else NULL */
     int              requires_grad, leaf;
@@ -55,11 +62,15 @@ typedef struct gck_payload {
 /* 1 when it has its bytes itself, and no outer hook. */
 static inline int gck_payload_has_bytes(const gck_payload *payload)
 {
-    return payload->buffer != NULL || payload->own.handle != NULL;
+    return payload->arrays.codes != NULL || payload->own.handle != NULL;
 }
 
-/* The memory of its bytes, which are in `buffer`; NULL: in the payload.  0 or -1. */
-int gck_payload_view(gck_payload *payload, PyObject *buffer, void **data);
+/* New references, or their end. */
+gck_arrays gck_arrays_again(gck_arrays arrays);
+void       gck_arrays_clear(gck_arrays *arrays);
+
+/* The memory of its bytes, which are in `arrays`; codes NULL: in the payload.  0 or -1. */
+int gck_payload_view(gck_payload *payload, gck_arrays arrays, gck_bytes *bytes);
 
 /* Record the layout of x, as gck_layout_of() does, and what the bytes will be.  0; 1 when no payload
  * can hold this layout; -1. */
@@ -76,11 +87,11 @@ PyObject *gck_payload_memory(const gck_payload *payload);
 PyObject *gck_payload_within(const gck_payload *payload, PyObject *buffer, int64_t offset);
 
 /* The operands of the codec.  Nothing may run Python between this and the work.  0 or -1. */
-int gck_payload_work(gck_payload *payload, PyObject *tensor, PyObject *buffer, gck_tensor *view, void **bytes,
+int gck_payload_work(gck_payload *payload, PyObject *tensor, gck_arrays arrays, gck_tensor *view, gck_bytes *bytes,
                      gck_how *how);
 
-/* New reference: the buffer, through the outer hooks when those have it. */
-PyObject *gck_payload_buffer(gck_payload *payload);
+/* New references: the arrays, through the outer hooks when those have them.  0 or -1. */
+int gck_payload_arrays(gck_payload *payload, gck_arrays *arrays);
 
 /* Stop counting its bytes: other code owns them now. */
 void gck_payload_uncount(gck_payload *payload);

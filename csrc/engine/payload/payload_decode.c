@@ -17,27 +17,41 @@ static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
                              Py_BuildValue("(ON)", x, gck_device_object(&self->state->py, self->device))));
 }
 
+/* Outer hooks may have returned a slice of their own memory: then copy it.  0 or -1. */
+static int align(PyObject **array, const void *data, uintptr_t to)
+{
+    PyObject *slice = *array;
+
+    if (slice == NULL || (uintptr_t)data % to == 0) {
+        return 0;
+    }
+    *array = PyObject_CallMethod(slice, "clone", NULL);
+    Py_DECREF(slice);
+    return *array != NULL ? 0 : -1;
+}
+
 /* Decode the bytes into out, whose view this is.  0 or -1. */
 static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
 {
-    PyObject *buffer = self->own.handle != NULL ? NULL : gck_payload_buffer(self), *piece = buffer;
+    gck_arrays arrays = {NULL, NULL};
     gck_batch own;
-    void *bytes;
-    int status = buffer == NULL && self->own.handle == NULL ? -1 : gck_payload_view(self, buffer, &bytes);
+    gck_bytes bytes;
+    int status = self->own.handle == NULL && gck_payload_arrays(self, &arrays) < 0 ? -1
+               : gck_payload_view(self, arrays, &bytes);
 
     gck_batch_begin(&own, self->state, 1);
-    if (status == 0 && buffer != NULL && (uintptr_t)bytes % GCK_PAYLOAD_ALIGNMENT != 0) {
-        /* outer hooks returned a slice of their own memory */
-        buffer = PyObject_CallMethod(piece, "clone", NULL);
-        Py_DECREF(piece);
-        status = buffer == NULL ? -1 : 0;
+    if (status == 0 && arrays.codes != NULL) {
+        status = align(&arrays.codes, bytes.codes, GCK_PAYLOAD_ALIGNMENT) < 0
+              || align(&arrays.scales, bytes.scales, GCK_SCALES_ALIGNMENT) < 0
+              || cross_stream(self, arrays.codes, view) < 0
+              || (arrays.scales != NULL && cross_stream(self, arrays.scales, view) < 0) ? -1 : 0;
     }
-    if (status == 0 && (status = cross_stream(self, buffer, view)) == 0) {
+    if (status == 0) {
         const gck_tensor values = self->once != NULL ? gck_payload_values(self, NULL, NULL) : *view;
         const int waits = gck_batch_takes(batch, self->codec, &values);
-        status = gck_batch_add(waits ? batch : &own, self, out, buffer) < 0 ? -1 : gck_batch_flush(&own);
+        status = gck_batch_add(waits ? batch : &own, self, out, arrays) < 0 ? -1 : gck_batch_flush(&own);
     }
-    Py_XDECREF(buffer);
+    gck_arrays_clear(&arrays);
     return status;
 }
 
@@ -68,7 +82,7 @@ static int decode_fresh(gck_payload *self, PyObject **out)
     *out = NULL;
     if (made > 0) {
         const gck_tensor view = gck_payload_values(self, fresh.data, NULL);
-        const void *bytes = self->own.data;
+        const gck_bytes bytes = gck_in_one(self->own.data, self->room);
         if (gck_run_decode(py, self->codec, &bytes, &view, 1) == 0) {
             *out = gck_fresh_object(py, &fresh);
         }

@@ -87,8 +87,8 @@ static void overflow(gck_payload *p)
     p->overflowed = 1;
     count_overflow(p);
     if (p->codec->max_error == 0) {
-        Py_CLEAR(p->buffer);
-        Py_CLEAR(p->saved);
+        gck_arrays_clear(&p->arrays);
+        gck_arrays_clear(&p->saved);
     }
 }
 

@@ -26,6 +26,12 @@ static int same_view(const gck_payload *p, const gck_tensor *view, int exact)
     return 1;
 }
 
+static int same_bytes(gck_bytes a, gck_bytes b, gck_room room)
+{
+    return memcmp(a.codes, b.codes, (size_t)room.codes) == 0
+        && (room.scales == 0 || memcmp(a.scales, b.scales, (size_t)room.scales) == 0);
+}
+
 /* Nothing in the loop runs Python, so entries are borrowed.  A dead original gives None. */
 gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, int exact,
                               gck_batch *batch)
@@ -57,25 +63,26 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
 
 int gck_sharing_proof(gck_payload *a, gck_payload *b)
 {
-    PyObject *x = Py_XNewRef(a->buffer), *y = Py_XNewRef(b->buffer);
-    void *left, *right;
+    gck_arrays x = gck_arrays_again(a->arrays), y = gck_arrays_again(b->arrays);
+    gck_bytes left, right;
     int same = !gck_payload_has_bytes(a) || !gck_payload_has_bytes(b) || a->overflow != NULL ? 0 : -1;
 
     if (same < 0 && gck_payload_view(a, x, &left) == 0 && gck_payload_view(b, y, &right) == 0) {
         Py_BEGIN_ALLOW_THREADS
         /* on paper, one tensor of one version has the same values */
-        same = !a->has_values || memcmp(left, right, (size_t)a->nbytes) == 0;
+        same = !a->has_values || same_bytes(left, right, a->room);
         Py_END_ALLOW_THREADS
     }
-    Py_XDECREF(x);
-    Py_XDECREF(y);
+    gck_arrays_clear(&x);
+    gck_arrays_clear(&y);
     return same;
 }
 
 int gck_sharing_holds(gck_payload *first, gck_input *in)
 {
     _Alignas(GCK_PAYLOAD_ALIGNMENT) char scratch[SCRATCH];
-    void *bytes, *piece = scratch;
+    const gck_bytes piece = gck_in_one(scratch, first->room);
+    gck_bytes bytes;
     gck_tensor view;
     gck_how how;
     int status;
@@ -83,10 +90,10 @@ int gck_sharing_holds(gck_payload *first, gck_input *in)
     if (first->device >= 0 || first->nbytes > SCRATCH || !gck_payload_has_bytes(first) || first->overflow != NULL) {
         return 0;
     }
-    if (gck_payload_work(first, in->x, first->buffer, &view, &bytes, &how) < 0) {
+    if (gck_payload_work(first, in->x, first->arrays, &view, &bytes, &how) < 0) {
         return -1;
     }
     status = first->has_values ? gck_run_encode(&first->state->py, first->codec, &view, &piece, &how, 1) : 0;
     /* on paper, one tensor of one version has the same values */
-    return status < 0 ? -1 : status == 0 && (!first->has_values || memcmp(bytes, scratch, (size_t)first->nbytes) == 0);
+    return status < 0 ? -1 : status == 0 && (!first->has_values || same_bytes(bytes, piece, first->room));
 }

@@ -1,0 +1,104 @@
+"""Rows that do not end with a group: the shares of a group are scaled apart."""
+
+import numpy as np
+import oracle_rows
+import pytest
+import torch
+from cases import case
+from codec_inputs import bits_of, tensor, uneven_rows
+from codec_isas import ISAS, forced
+from codec_oracle import decode, encode
+from payload_arrays import whole
+
+import gradckpt
+
+every_codec = pytest.mark.parametrize("codec", oracle_rows.ROWS)
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+#: The least SQNR of a row, in dB.
+FLOORS = {"int8": 30, "int8_plain": 28, "int6": 20, "int4": 10}
+
+
+def decibels(x, y):
+    x, y = x.double(), y.double()
+    return 10 * torch.log10(x.square().sum(-1) / (x - y).square().sum(-1))
+
+
+def restored(x, codec):
+    return gradckpt.codecs.encode(x, codec).decode()
+
+
+@every_codec
+@every_dtype
+@pytest.mark.parametrize("width", [64, 65, 100, 127, 129, 300])
+def test_bytes_and_values_are_the_oracles(codec, dtype, width):
+    x = tensor(uneven_rows(dtype, 40, width, width), dtype).view(40, width)
+    want = encode(codec, bits_of(x), dtype, shape=x.shape)
+    values = decode(codec, want, x.numel(), dtype, x.shape)
+    padded = torch.nn.functional.pad(x, (0, 3))[:, :width]
+    for isa in ISAS:
+        with forced(isa):
+            for case_of, of in (("contiguous", x), ("padded", padded), ("three dimensions", x.view(4, 10, width))):
+                with case(isa, case_of):
+                    payload = gradckpt.codecs.encode(of, codec)
+                    np.testing.assert_array_equal(whole(payload).numpy(), want)
+                    np.testing.assert_array_equal(bits_of(payload.decode()), values)
+
+
+@every_codec
+def test_no_row_is_lost_beside_a_larger_one(codec):
+    """Rows of lognormal size: a small one keeps its values whatever stands in its groups."""
+    torch.manual_seed(0)
+    for width in (64, 65, 72, 96, 100, 127, 160, 192, 320, 1000, 2047):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = (torch.randn(65536 // width, width) * torch.randn(65536 // width, 1).exp()).to(dtype)
+            with case(width, dtype):
+                assert decibels(x, restored(x, codec)).min() >= FLOORS[codec]
+
+
+def test_masks_stay_masks():
+    """A mask in the end of one row does not raise the next one to its level: exactly as many values are wrong
+    as with -inf in its place, and not more."""
+    torch.manual_seed(0)
+    for width in (65, 100, 197):
+        masked = torch.ones(width, width).triu(1).bool()
+        x = torch.randn(width, width)
+
+        def error(of, masked=masked):
+            return (restored(of, "int8") - of)[~masked].square().mean().sqrt()
+
+        without = error(x.masked_fill(masked, -torch.inf))
+        for mask in (-1e9, -1e4, -100.0):
+            for of in (x.masked_fill(masked, mask), x + mask * masked):
+                with case(width, mask):
+                    assert error(of) <= 1.4 * without
+
+
+def test_an_offset_and_outliers_in_rows_of_odd_width():
+    torch.manual_seed(0)
+    for width in (65, 100, 197, 1000):
+        x = torch.randn(64000 // width, width) + 10
+        far = torch.zeros(x.numel(), dtype=torch.bool)
+        for _ in range(2):
+            at = torch.arange(0, x.numel() - 128, 128)
+            far[at + torch.randint(0, 128, at.shape)] = True
+        far = far.view(x.shape)
+        x[far] += 300 * torch.randn(int(far.sum())).sign()
+        for dtype in (torch.float32, torch.bfloat16):
+            of = x.to(dtype)
+            wrong, size = (restored(of, "int8").float() - of.float())[~far], (of.float() - 10)[~far]
+            with case(width, dtype):
+                assert 10 * torch.log10(size.square().mean() / wrong.square().mean()) >= 34
+
+
+@every_codec
+def test_sizes(codec):
+    """A byte for each row that counts, and no other."""
+    info = gradckpt.codecs.info(codec)
+    _, _, group, _, scales, row = info["sizes"]["bfloat16"]
+    assert row == 1
+    for shape, rows in (((6, 100), 6), ((2, 3, 100), 6), ((6, 63), 0), ((6, 128), 0), ((1, 100), 0), ((600,), 0)):
+        payload = gradckpt.codecs.encode(torch.randn(shape).bfloat16(), codec)
+        groups = -(-payload.shape.numel() // 128)
+        assert payload.codes.numel() == group * groups
+        assert payload.scales.numel() == scales * groups + rows
+        assert payload.nbytes == payload.codes.numel() + payload.scales.numel()
