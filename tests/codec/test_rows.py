@@ -56,8 +56,8 @@ def test_no_row_is_lost_beside_a_larger_one(codec):
 
 
 def test_masks_stay_masks():
-    """A mask in the end of one row does not raise the next one to its level: exactly as many values are wrong
-    as with -inf in its place, and not more."""
+    """A mask in the end of one row does not raise the next one to its level: the error is that with
+    -inf in its place."""
     torch.manual_seed(0)
     for width in (65, 100, 197):
         masked = torch.ones(width, width).triu(1).bool()

@@ -10,6 +10,7 @@ import torch
 from codec_inputs import DTYPES, bits_of, tensor
 from codec_isas import ISAS, forced
 from oracle_rotation import INT6_LEVELS
+from payload_arrays import whole
 
 import gradckpt
 from gradckpt import CompressionConfig
@@ -48,7 +49,7 @@ def test_bytes_equal_oracle(codec, dtype, avx512):
     want = oracle.encode(codec, bits, dtype, noise)
     for isa in ISAS:
         with forced(isa):
-            got = gradckpt.codecs.encode(tensor(bits, dtype), codec, dither=KEY).data.numpy()
+            got = whole(gradckpt.codecs.encode(tensor(bits, dtype), codec, dither=KEY)).numpy()
             assert_same(got, want, isa)
     if "avx512" not in ISAS:
         assert_same(avx512.encode_noisy(codec, bits, dtype, KEY), want, "avx512")
@@ -59,32 +60,32 @@ def test_same_key_same_bytes(codec):
     """Whatever the strides, the threads and the instruction set; another key, other bytes."""
     x = torch.randn(700, 300, generator=torch.Generator().manual_seed(1))
     before = torch.get_rng_state()
-    want = gradckpt.codecs.encode(x, codec, dither=KEY).data
-    assert torch.equal(gradckpt.codecs.encode(x.t().contiguous().t(), codec, dither=KEY).data, want)
+    want = whole(gradckpt.codecs.encode(x, codec, dither=KEY))
+    assert torch.equal(whole(gradckpt.codecs.encode(x.t().contiguous().t(), codec, dither=KEY)), want)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(gradckpt.codecs.encode(x, codec, dither=KEY).data, want)
+        assert torch.equal(whole(gradckpt.codecs.encode(x, codec, dither=KEY)), want)
     finally:
         torch.set_num_threads(threads)
     for isa in ISAS:
         with forced(isa):
-            assert torch.equal(gradckpt.codecs.encode(x, codec, dither=KEY).data, want)
+            assert torch.equal(whole(gradckpt.codecs.encode(x, codec, dither=KEY)), want)
     seed, step, number = KEY
     for other in ((seed ^ 1 << 63, step, number), (seed, step + 1, number), (seed, step, number + 1), None):
-        assert not torch.equal(gradckpt.codecs.encode(x, codec, dither=other).data, want)
+        assert not torch.equal(whole(gradckpt.codecs.encode(x, codec, dither=other)), want)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_parts_of_a_large_tensor():
     """A value's noise depends on its index: more than one task, tails, a tensor that streams."""
     x = torch.randn(3_000_017, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    whole = gradckpt.codecs.encode(x, "int8_plain", dither=KEY).data.numpy()
+    large = whole(gradckpt.codecs.encode(x, "int8_plain", dither=KEY)).numpy()
     for first in (0, 32768 // 128, 20_000):
         part = x[first * 128 : first * 128 + 1280]
         noise = oracle.noise_of(10, *KEY, first=first)
         want = oracle.encode("int8_plain", bits_of(part), "bfloat16", noise)
-        np.testing.assert_array_equal(whole[first * 128 : first * 128 + 1280], want[:1280])
+        np.testing.assert_array_equal(large[first * 128 : first * 128 + 1280], want[:1280])
 
 
 def neighbours(codec):

@@ -54,13 +54,14 @@ static int answer(const record *r)
         x.sizes = sizes;
         x.strides = x.steps = strides;
     }
-    payload = allocate((size_t)gck_nbytes(codec, r->numel, x.dtype));
+    const size_t nbytes = (size_t)gck_nbytes(codec, &x);
+    payload = allocate(nbytes);
+    const gck_bytes arrays = gck_in_one(payload, gck_room_of(codec, &x));
     flush_subnormals(r->flush);
-    status = gck_encode(codec, &x, payload, r->noisy ? &how : NULL, NULL);
+    status = gck_encode(codec, &x, arrays, r->noisy ? &how : NULL, NULL);
     good = fwrite(&status, sizeof status, 1, stdout) == 1;
     if (good && status == GCK_OK) {
-        const size_t nbytes = (size_t)gck_nbytes(codec, r->numel, x.dtype);
-        good = gck_decode(codec, payload, &x, NULL) == GCK_OK
+        good = gck_decode(codec, arrays, &x, NULL) == GCK_OK
             && fwrite(payload, 1, nbytes, stdout) == nbytes && fwrite(values, 1, nvalues, stdout) == nvalues;
     }
     free(payload);

@@ -238,7 +238,7 @@ SETS = ("Gaussian", "Laplace", "R", "X")
 
 
 def uneven_rows(dtype, rows, width, seed=0):
-    """Bits of rows of quite different sizes; some hold zeros, outliers, masks, escapes, or nothing that is normal."""
+    """Bits of rows of quite different sizes; some hold zeros, outliers, masks or escapes."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, width)) * np.exp(1.5 * rng.standard_normal((rows, 1)))
     kind = np.arange(rows) % 12

@@ -6,13 +6,13 @@ static const gck_codec codec = {.name = "probe", .dtypes = 7};
 
 static int look(void) { return held = PyGILState_Check(), GCK_OK; }
 
-int gck_encode_many(const gck_codec *c, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
+int gck_encode_many(const gck_codec *c, const gck_tensor *x, const gck_bytes *payloads, const gck_how *how, int n,
                     gck_parallel_for *parallel)
 {
     return (void)c, (void)x, (void)payloads, (void)how, (void)n, (void)parallel, look();
 }
 
-int gck_decode_many(const gck_codec *c, const void *const *payloads, const gck_tensor *out, int n,
+int gck_decode_many(const gck_codec *c, const gck_bytes *payloads, const gck_tensor *out, int n,
                     gck_parallel_for *parallel)
 {
     return (void)c, (void)payloads, (void)out, (void)n, (void)parallel, look();
@@ -31,14 +31,14 @@ int holds_gil(int decode, int n, int device, int64_t numel)
 {
     static gck_py py;
     gck_tensor x[4] = {0};
-    void *payloads[4] = {0};
+    const gck_bytes payloads[4] = {{NULL, NULL}};
     int status;
 
     for (int i = 0; i < n; i++) {
         x[i] = (gck_tensor){.numel = numel, .device = i == n - 1 ? device : -1};
     }
     held = -1;
-    status = decode ? gck_run_decode(&py, &codec, (const void *const *)payloads, x, n)
+    status = decode ? gck_run_decode(&py, &codec, payloads, x, n)
                     : gck_run_encode(&py, &codec, x, payloads, NULL, n);
     return status == 0 && PyGILState_Check() ? held : -2;
 }

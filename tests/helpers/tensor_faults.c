@@ -47,13 +47,13 @@ int gck_cuda_check(int *of_driver, int *of_runtime)
     return asked++, *of_driver = driver, *of_runtime = runtime, cuda_status;
 }
 
-int gck_encode_many(const gck_codec *c, const gck_tensor *x, void *const *payloads, const gck_how *how, int n,
+int gck_encode_many(const gck_codec *c, const gck_tensor *x, const gck_bytes *payloads, const gck_how *how, int n,
                     gck_parallel_for *parallel)
 {
     return (void)c, (void)x, (void)payloads, (void)how, (void)n, (void)parallel, worked++, work_status;
 }
 
-int gck_decode_many(const gck_codec *c, const void *const *payloads, const gck_tensor *x, int n,
+int gck_decode_many(const gck_codec *c, const gck_bytes *payloads, const gck_tensor *x, int n,
                     gck_parallel_for *parallel)
 {
     return (void)c, (void)payloads, (void)x, (void)n, (void)parallel, worked++, work_status;
@@ -74,13 +74,13 @@ int call_codec(int decode, int device)
 {
     const gck_codec codec = {.name = "int8"};
     const gck_tensor x = {.numel = 1, .device = device};
-    void *payload = NULL;
+    const gck_bytes payload = {NULL, NULL};
     gck_py py = {.dlpack = &table};
     int status = 0;
 
     worked = asked = 0;
     for (int i = 0; i < 2 && status >= 0; i++) {
-        status = decode ? gck_run_decode(&py, &codec, (const void *const *)&payload, &x, 1)
+        status = decode ? gck_run_decode(&py, &codec, &payload, &x, 1)
                         : gck_run_encode(&py, &codec, &x, &payload, NULL, 1);
     }
     return status;

@@ -33,19 +33,19 @@ static int join(void *values, int64_t first, int64_t count, int streaming, void 
     return GCK_OK;
 }
 
-static int planes_encode(const gck_tensor *x, void *payload, const gck_how *how, int64_t first, int64_t last)
+static int planes_encode(const gck_tensor *x, gck_bytes to, const gck_how *how, int64_t first, int64_t last)
 {
-    work w = {x, payload};
+    work w = {x, to.codes};
 
     (void)how;
-    return gck_encode_pieces(x, GCK_BLOCK, first, last, split, &w);
+    return gck_encode_pieces(x, GCK_BLOCK, first, last, 1, split, &w);
 }
 
-static void planes_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
+static void planes_decode(gck_bytes from, const gck_tensor *out, int64_t first, int64_t last)
 {
-    work w = {out, (uint8_t *)payload};
+    work w = {out, from.codes};
 
-    gck_decode_pieces(out, GCK_BLOCK, first, last, join, &w);
+    gck_decode_pieces(out, GCK_BLOCK, first, last, 1, join, &w);
 }
 
 const gck_codec gck_codec_planes = {
