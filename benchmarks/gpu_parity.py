@@ -37,7 +37,6 @@ PIECES = (1 << 32) // PIECE
 BLOCK = 4096  # of lossless: fits or does not, as a whole
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes beside the codes of a group, at the end of the payload; 2 where nothing is said.
-BESIDE = {"int4": 4, "lossless": 1, "mask": 0}
 
 
 @dataclasses.dataclass
@@ -153,11 +152,11 @@ def differing(a: torch.Tensor, b: torch.Tensor, nan_is_nan: bool) -> torch.Tenso
 def value_at(codec: str, dtype: str, numel: int, offset: int) -> int:
     """The value that byte `offset` of a payload belongs to; where several share it, or a scale,
     the first of them."""
-    _, value, group, block = gradckpt.codecs.info(codec)["sizes"][dtype]
+    _, value, group, block, scales, _ = gradckpt.codecs.info(codec)["sizes"][dtype]
     if value:
         return offset // value
-    beside = BESIDE.get(codec, 2)
-    groups, blocks, codes = -(-numel // 128), -(-numel // BLOCK), group - beside
+    beside = scales or int(codec == "lossless")  # whose base is among its codes
+    groups, blocks, codes = -(-numel // 128), -(-numel // BLOCK), group if scales else group - beside
     if offset < groups * codes:
         inside = offset % codes * 128 // codes if codec != "lossless" else 0
         return offset // codes * 128 + inside

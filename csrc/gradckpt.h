@@ -38,7 +38,7 @@ enum { GCK_FLOATS = GCK_BIT(GCK_F32) | GCK_BIT(GCK_F16) | GCK_BIT(GCK_BF16) };
 enum { GCK_GROUP = 128, GCK_BLOCK = 4096 };  /* values that share scales; values that share an arena */
 enum { GCK_MAX_DIM = 64 };                   /* of a tensor that is encoded */
 enum { GCK_LEAST_ROW = 64 };                 /* shorter rows are not scaled apart */
-enum { GCK_PAYLOAD_ALIGNMENT = 16, GCK_SCALES_ALIGNMENT = 4 };   /* bytes: kernels read and write such pieces */
+enum { GCK_PAYLOAD_ALIGNMENT = 16, GCK_SCALES_ALIGNMENT = 4 };  /* bytes: pieces that kernels read and write */
 
 /* A view, which owns nothing.  `sizes` and `strides` (in elements) may be NULL when the values are
  * contiguous; else the contiguous order of the shape defines index i. */
@@ -68,13 +68,13 @@ static inline int gck_is_contiguous(int ndim, const int64_t *sizes, const int64_
     return 1;
 }
 
-/* The length of the rows that groups do not end with, if it counts: then the codecs that scale rows apart
- * (format/rows.h) have a byte for each; else 0. */
+/* The length of rows (the last of several dimensions) that groups do not end with, if it counts: then the
+ * codecs that scale rows apart (format/rows.h) have a byte for each; else 0. */
 static inline int64_t gck_row(const gck_tensor *x)
 {
-    const int64_t row = x->ndim > 0 && x->sizes != NULL ? x->sizes[x->ndim - 1] : 0;
+    const int64_t row = x->ndim > 1 && x->sizes != NULL ? x->sizes[x->ndim - 1] : 0;
 
-    return row >= GCK_LEAST_ROW && row % GCK_GROUP != 0 && row < x->numel ? row : 0;
+    return row >= GCK_LEAST_ROW && row % GCK_GROUP != 0 ? row : 0;
 }
 
 /* Splits host work: it calls body(begin, end, ctx) over disjoint parts of [begin, end), each at

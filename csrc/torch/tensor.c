@@ -175,7 +175,8 @@ static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gc
     return status == GCK_E_OVERFLOW;
 }
 
-int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
+int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how,
+                   int n)
 {
     return run(py, codec, x, to, how, n, 0);
 }

@@ -72,7 +72,8 @@ PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int6
 /* Encode or decode n tensors, whose owners the caller holds.  The GIL is released for device work
  * and for long host work.  0, or -1 with an exception that names the codec; encode: 1 when the
  * codec overflows. */
-int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n);
+int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how,
+                   int n);
 int gck_run_decode(gck_py *py, const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n);
 
 /* Make `pack` (taken over; NULL: making it raised) and `unpack`, bound to `self`, the saved-tensor hooks of this

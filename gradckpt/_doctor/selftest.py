@@ -12,6 +12,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from gradckpt import _C
+from gradckpt._engine.custom_ops import payload_nbytes
 
 #: The least signal-to-noise ratio of Gaussian values in dB: docs/codecs.md less half a decibel.
 #: A codec that is missing here must keep its max_error.
@@ -129,8 +130,7 @@ def _payload_bytes(device: str) -> tuple[bool, str, str]:
     wrote = computed = 0
     wrong = []
     for codec, dtype in _pairs():
-        _, value, group, block, scales, _ = _C.codec_info(codec)["sizes"][dtype]
-        expected = value * _NUMEL + (group + scales) * -(-_NUMEL // 128) + block * -(-_NUMEL // 4096)
+        expected = int(payload_nbytes((_NUMEL,), getattr(torch, dtype), codec))
         payload = encode(_values(dtype).to(device), codec)
         nbytes = payload.codes.numel() + payload.scales.numel()
         wrote, computed = wrote + nbytes, computed + expected
@@ -152,7 +152,7 @@ def _isas() -> list[str]:
     return found
 
 
-def _forced(isa: str, function: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+def _forced(isa: str, function: Callable[[], list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
     used = _C.isa()
     _C.force_isa(isa)
     try:
@@ -161,19 +161,19 @@ def _forced(isa: str, function: Callable[[], list[torch.Tensor]]) -> list[torch.
         _C.force_isa(used)
 
 
-def _both_ways(device: str) -> list[torch.Tensor]:
+def _both_ways(device: str) -> list[list[torch.Tensor]]:
     """Return payload and restored values of every codec and dtype, on the host."""
     payloads = [encode(_values(dtype).to(device), codec) for codec, dtype in _pairs()]
-    return [tensor.cpu() for payload in payloads for tensor in (payload.codes, payload.scales, payload.decode())]
+    return [[tensor.cpu() for tensor in (p.codes, p.scales, p.decode())] for p in payloads]
 
 
-def _differences(made: list[torch.Tensor], wanted: list[torch.Tensor], of: str) -> tuple[bool, str, str]:
+def _differences(made: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]], of: str) -> tuple[bool, str, str]:
     different = [
         f"{codec} {dtype}"
-        for i, (codec, dtype) in enumerate(_pairs())
-        if not (_same(made[2 * i], wanted[2 * i]) and _same(made[2 * i + 1], wanted[2 * i + 1]))
+        for (codec, dtype), mine, others in zip(_pairs(), made, wanted, strict=True)
+        if not all(map(_same, mine, others))
     ]
-    figure = f"{len(made) // 2 - len(different)} of {len(made) // 2} alike"
+    figure = f"{len(made) - len(different)} of {len(made)} alike"
     return not different, ", ".join([figure, *different]), f"those of {of}, and the values restored"
 
 
@@ -255,8 +255,8 @@ def _bytes_saved(device: str) -> tuple[bool, str, str]:
     _train(_with_int8, device)
     now = _C.stats()
     inputs, written, original = (now[k] - before[k] for k in ("compressed", "bytes_out", "bytes_in"))
-    values = _ROWS * _WIDTH
-    expected = (_LAYERS, _LAYERS * (values + 2 * (values // 128)), _LAYERS * values * 4)
+    written_each = int(payload_nbytes((_ROWS, _WIDTH), torch.float32, "int8"))
+    expected = (_LAYERS, _LAYERS * written_each, _LAYERS * _ROWS * _WIDTH * 4)
     figure = f"{inputs} inputs, {original:,} -> {written:,} bytes"
     bound = "{0} inputs, {2:,} -> {1:,} bytes by arithmetic".format(*expected)
     return (inputs, written, original) == expected, figure, bound

@@ -24,8 +24,8 @@ def payload_nbytes(shape: Sequence[int | torch.SymInt], dtype: torch.dtype, code
         raise RuntimeError(f"gradckpt: codec {codec!r} does not take {dtype}")
     _, value, group, block, scales, row = sizes[name]
     numel: int | torch.SymInt = math.prod(shape)
-    groups, blocks, length = -(-numel // _C.GROUP), -(-numel // _C.BLOCK), shape[-1] if row and shape else 0
-    rows = numel // length if length >= _C.LEAST_ROW and length % _C.GROUP != 0 and length < numel else 0
+    groups, blocks, length = -(-numel // _C.GROUP), -(-numel // _C.BLOCK), shape[-1] if row and len(shape) > 1 else 0
+    rows = numel // length if length >= _C.LEAST_ROW and length % _C.GROUP != 0 else 0
     nbytes: int | torch.SymInt = value * numel + (group + scales) * groups + block * blocks + row * rows
     return nbytes
 

@@ -39,7 +39,7 @@ def test_region_inputs_leave_the_forward_graph_as_payloads(partition, fake_quant
     compiled_loss, compiled_grads = step(model, graphs.compile(model))
     assert torch.equal(compiled_loss, loss)
     assert_same(compiled_grads, grads)
-    nbytes = gradckpt.codecs.encode(torch.zeros(NUMEL), "int8").nbytes
+    nbytes = gradckpt.codecs.encode(torch.zeros(NUMEL // 64, 64), "int8").nbytes
     assert [x.numel() for x in graphs.payloads] == [nbytes] * LAYERS
     assert [x.shape for x in graphs.exact] in ([], [(4, 32, 64)])  # the last layer's output, for the loss
     assert len(graphs.calls("encode", graphs.forward)) == len(graphs.calls("decode", graphs.backward)) == LAYERS
@@ -68,7 +68,7 @@ def test_torchs_own_backends(backend):
         # code. That is far below the 0.6 % of int8.
         for a, b in zip(got[1], grads, strict=True):
             assert (a - b).norm() <= (1e-3 if backend == "inductor" else 0) * b.norm()
-    nbytes = gradckpt.codecs.encode(torch.zeros(NUMEL), "int8").nbytes
+    nbytes = gradckpt.codecs.encode(torch.zeros(NUMEL // 64, 64), "int8").nbytes
     found = {key: n for key, n in gradckpt.stats().items() if key.startswith("compiled_")}
     assert found == {
         "compiled_regions": LAYERS,
@@ -176,7 +176,7 @@ def test_shapes_of_code(function, payloads):
     want = gradients(function, *inputs)
     torch.manual_seed(4)
     assert_same(gradients(graphs.compile(function), *inputs), want)
-    assert len([x for x in graphs.payloads if x.numel() == 2080]) == payloads
+    assert len([x for x in graphs.payloads if x.numel() in (2048 + 32, 2048 + 32 + 32)]) == payloads
     assert gradckpt.stats()["compiled_tensors"] == payloads
 
 

@@ -139,7 +139,7 @@ def test_a_changed_dict_makes_another_graph():
         config.update(change)
         function(leaf(32, 64), weight()).sum().backward()
         payloads.append([x.numel() for x in graphs.payloads])
-    nbytes = [gradckpt.codecs.encode(torch.zeros(32 * 64), codec).nbytes for codec in ("int8", "int4")]
+    nbytes = [gradckpt.codecs.encode(torch.zeros(32, 64), codec).nbytes for codec in ("int8", "int4")]
     assert payloads == [nbytes[:1], [], nbytes[:1], nbytes[1:]]
 
 

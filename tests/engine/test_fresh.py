@@ -59,23 +59,26 @@ def test_a_mode_changes_nothing(shape, codec):
     assert torch.equal(payload.decode(), expected)
 
 
-def test_data_is_one_tensor_that_shares_the_bytes():
+def test_the_arrays_are_tensors_that_share_the_bytes():
     payload = gradckpt.codecs.encode(torch.randn(512), "int8")
-    before, data = payload.decode(), payload.codes
-    assert payload.codes is data
-    assert data.dtype == torch.uint8
-    assert data.shape == (payload.nbytes,)
-    data.copy_(gradckpt.codecs.encode(torch.zeros(512), "int8").data)
+    before, codes, scales = payload.decode(), payload.codes, payload.scales
+    assert payload.codes is codes
+    assert payload.scales is scales
+    assert {codes.dtype, scales.dtype} == {torch.uint8}
+    assert codes.numel() + scales.numel() == payload.nbytes
+    zero = gradckpt.codecs.encode(torch.zeros(512), "int8")
+    codes.copy_(zero.codes)
+    scales.copy_(zero.scales)
     assert not payload.decode().any()
     assert before.any()
-    nbytes = payload.nbytes
     del payload
-    assert len(bytes(data.tolist())) == nbytes
+    assert len(bytes(codes.tolist())) == 512
 
 
-def test_data_that_was_resized_is_refused():
+@pytest.mark.parametrize("array", ["codes", "scales"])
+def test_an_array_that_was_resized_is_refused(array):
     payload = gradckpt.codecs.encode(torch.randn(512), "int8")
-    payload.codes.resize_(100000)
+    getattr(payload, array).resize_(100000)
     with pytest.raises(RuntimeError, match="returned another tensor"):
         payload.decode()
 

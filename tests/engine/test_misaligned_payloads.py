@@ -48,7 +48,8 @@ def test_misaligned_bytes_are_copied(codec):
         gradckpt.stats.reset()
         got, copies = gradient(codec, offset)
         assert torch.equal(got, want)
-        assert copies == (offset != 16)
+        has_scales = gradckpt.codecs.info(codec)["sizes"]["float32"][4] > 0
+        assert copies == (offset % 16 != 0) + (has_scales and offset % 4 != 0)
 
 
 WRONG = {

@@ -177,10 +177,10 @@ def view(buffer, offset, n, dtype, sizes=None, strides=None):
     )
 
 
-def row_of(codec, n, sizes):
+def row_of(codec, sizes):
     """The length of rows that are scaled apart, or 0."""
-    length = sizes[-1] if sizes and codec in codec_isas.ROWS else 0
-    return length if length >= 64 and length % GROUP and length < n else 0
+    length = sizes[-1] if sizes and len(sizes) > 1 and codec in codec_isas.ROWS else 0
+    return length if length >= 64 and length % GROUP else 0
 
 
 def nbytes_of(codec, n, dtype, row=0):
@@ -235,7 +235,7 @@ class Case:
 
     def __init__(self, reference, codec, dtype, bits, misaligned=0, sizes=None, strides=None, dither=None):
         self.bits, self.start = np.ascontiguousarray(bits), misaligned * bits.itemsize
-        self.row = row_of(codec, bits.size, sizes)
+        self.row = row_of(codec, sizes)
         self.payload_wanted, self.bits_wanted = expected(reference, codec, self.bits, dtype, dither, 0, self.row)
         self.layout = (bits.size, dtype, sizes, strides)
         self.where = np.arange(bits.size)

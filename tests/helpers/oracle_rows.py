@@ -14,8 +14,8 @@ ROWS = ("int8", "int8_plain", "int6", "int4")
 
 def row_of(codec, shape):
     """The length of rows that count, or 0."""
-    length = shape[-1] if shape and codec in ROWS else 0
-    return length if length >= 64 and length % GROUP and length < int(np.prod(shape)) else 0
+    length = shape[-1] if len(shape) > 1 and codec in ROWS else 0
+    return length if length >= 64 and length % GROUP else 0
 
 
 def level(keys):

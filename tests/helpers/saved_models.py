@@ -34,8 +34,8 @@ def payload_of(value):
     return value.value if isinstance(getattr(value, "value", None), gradckpt.codecs.Payload) else None
 
 
-def int8_bytes(*numels):
-    return sum(gradckpt.codecs.encode(torch.zeros(n), "int8").nbytes for n in numels)
+def int8_bytes(*shapes):
+    return sum(gradckpt.codecs.encode(torch.zeros(shape), "int8").nbytes for shape in shapes)
 
 
 class Block(nn.Module):

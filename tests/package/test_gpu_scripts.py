@@ -214,9 +214,9 @@ def test_parity_names_the_value(codec, dtype):
     """value_at() is in the group of the value whose change changed the byte."""
     for i in (0, 127, 128, 5000, 8191):
         x = torch.randn(8192, generator=torch.Generator().manual_seed(3)).to(getattr(torch, dtype))
-        before = gradckpt.codecs.encode(x, codec).data.clone()
+        before = gradckpt.codecs.encode(x, codec).codes.clone()
         x[i] = 1000.0
-        for at in (gradckpt.codecs.encode(x, codec).data != before).nonzero().flatten().tolist():
+        for at in (gradckpt.codecs.encode(x, codec).codes != before).nonzero().flatten().tolist():
             named = gpu_parity.value_at(codec, dtype, 8192, at)
             assert named // 128 == i // 128 or (codec == "lossless" and named == i // 4096 * 4096), at
 

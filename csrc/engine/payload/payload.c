@@ -273,37 +273,29 @@ static PyObject *payload_codec(PyObject *op, void *closure)
     return PyUnicode_FromString(((gck_payload *)op)->codec->name);
 }
 
-/* New reference: an array; where both lie in one tensor, the part of it. */
-static PyObject *payload_array(gck_payload *self, int scales)
-{
-    gck_arrays arrays;
-    PyObject *array;
-
-    if (gck_payload_arrays(self, &arrays) < 0) {
-        return NULL;
-    }
-    if (self->room.scales > 0 && arrays.scales == NULL) {
-        array = PyObject_CallMethod(arrays.codes, "narrow", "iLL", 0, scales ? (long long)self->room.codes : 0LL,
-                                    scales ? (long long)self->room.scales : (long long)self->room.codes);
-    } else if (scales && self->room.scales == 0) {
-        array = gck_bytes_empty(&self->state->py, 0, self->device);
-    } else {
-        array = Py_NewRef(scales ? arrays.scales : arrays.codes);
-    }
-    gck_arrays_clear(&arrays);
-    return array;
-}
-
 static PyObject *payload_codes(PyObject *op, void *closure)
 {
+    gck_arrays arrays;
+
     (void)closure;
-    return payload_array((gck_payload *)op, 0);
+    if (gck_payload_arrays((gck_payload *)op, &arrays) < 0) {
+        return NULL;
+    }
+    Py_XDECREF(arrays.scales);
+    return arrays.codes;
 }
 
 static PyObject *payload_scales(PyObject *op, void *closure)
 {
+    gck_payload *self = (gck_payload *)op;
+    gck_arrays arrays;
+
     (void)closure;
-    return payload_array((gck_payload *)op, 1);
+    if (gck_payload_arrays(self, &arrays) < 0) {
+        return NULL;
+    }
+    Py_DECREF(arrays.codes);
+    return arrays.scales != NULL ? arrays.scales : gck_bytes_empty(&self->state->py, 0, self->device);
 }
 
 static PyObject *payload_shape(PyObject *op, void *closure)

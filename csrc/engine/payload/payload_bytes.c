@@ -49,23 +49,14 @@ static int view_array(gck_payload *self, PyObject *array, int64_t nbytes, void *
 
 int gck_payload_view(gck_payload *self, gck_arrays arrays, gck_bytes *bytes)
 {
-    void *data;
-
     if (arrays.codes == NULL && self->own.handle != NULL) {
         *bytes = gck_in_one(self->own.data, self->room);
         return 0;
     }
     arrays = arrays.codes == NULL ? self->arrays : arrays;
-    if (arrays.scales == NULL) {
-        if (view_array(self, arrays.codes, self->nbytes, &data) < 0) {
-            return -1;
-        }
-        *bytes = gck_in_one(data, self->room);
-        return 0;
-    }
-    /* the second look may run Python, and must not outlive the first one's memory: the caller holds both */
+    bytes->scales = NULL;
     return view_array(self, arrays.codes, self->room.codes, &bytes->codes) < 0
-        || view_array(self, arrays.scales, self->room.scales, &bytes->scales) < 0 ? -1 : 0;
+        || (arrays.scales != NULL && view_array(self, arrays.scales, self->room.scales, &bytes->scales) < 0) ? -1 : 0;
 }
 
 int gck_payload_lay_out(gck_payload *self, const gck_tensor *x, int exact)
@@ -175,15 +166,34 @@ static int unpack(const gck_py *py, PyObject *saved, PyObject **array)
     return saved == NULL || *array != NULL ? 0 : -1;
 }
 
+/* New references: the two parts of its own memory.  0, or -1 and none. */
+static int divide(gck_payload *self, gck_arrays *arrays)
+{
+    PyObject *whole = gck_fresh_alias(&self->state->py, &self->own);
+
+    if (whole == NULL || self->room.scales == 0) {
+        arrays->codes = whole;
+        return whole != NULL ? 0 : -1;
+    }
+    arrays->codes = PyObject_CallMethod(whole, "narrow", "iiL", 0, 0, (long long)self->room.codes);
+    arrays->scales = arrays->codes == NULL ? NULL
+        : PyObject_CallMethod(whole, "narrow", "iLL", 0, (long long)self->room.codes, (long long)self->room.scales);
+    Py_DECREF(whole);
+    if (arrays->scales == NULL) {
+        gck_arrays_clear(arrays);
+        return -1;
+    }
+    return 0;
+}
+
 int gck_payload_arrays(gck_payload *self, gck_arrays *arrays)
 {
     const gck_py *py = &self->state->py;
 
     *arrays = (gck_arrays){NULL, NULL};
     if (self->own.handle != NULL) {
-        arrays->codes = gck_fresh_alias(py, &self->own);
-        if (arrays->codes != NULL && self->own.handle != NULL) {    /* else another thread was faster */
-            self->arrays.codes = Py_NewRef(arrays->codes);
+        if (divide(self, arrays) == 0 && self->own.handle != NULL) {    /* else another thread was faster */
+            self->arrays = gck_arrays_again(*arrays);
             gck_fresh_free(&self->own);
         }
         return arrays->codes != NULL ? 0 : -1;

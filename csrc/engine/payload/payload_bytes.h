@@ -10,8 +10,7 @@
 
 enum { GCK_FEW_DIMS = 4, GCK_ALIGNMENT = 64 };     /* bytes: torch's allocators align at least so */
 
-/* The arrays of a payload as uint8 tensors; scales NULL: the codec has none, or they follow the codes in their
- * tensor. */
+/* The arrays of a payload as uint8 tensors; scales NULL: the codec has none. */
 typedef struct {
     PyObject *codes, *scales;
 } gck_arrays;
