@@ -11,6 +11,27 @@ from gradckpt import _C
 ALIASES = {"fp8": "fp8_e4m3"}
 
 
+#: Ids of bytes that no codec reads any more, since those of the codec have changed.
+RETIRED = {3: "int8", 4: "int8_plain", 5: "int6", 6: "int4"}
+
+
+def codec_of_id(number: int) -> str:
+    """Return the name of the codec with this id.
+
+    Raises:
+        ValueError: No codec has it, or one had it before its bytes changed.
+    """
+    if number in RETIRED:
+        raise ValueError(
+            f"gradckpt: codec id {number} is {RETIRED[number]!r} of an earlier version, whose payloads this one cannot "
+            "read; encode the tensor again"
+        )
+    for name in _C.codecs():
+        if _C.codec_info(name)["id"] == number:
+            return name
+    raise ValueError(f"gradckpt: no codec has the id {number}; gradckpt.codecs.names() lists the codecs")
+
+
 def resolve_codec(name: str, of_activations: bool = False) -> str:
     """Return the full name of a codec.
 

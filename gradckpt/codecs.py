@@ -6,7 +6,7 @@ from typing import Any
 
 from gradckpt import _C
 from gradckpt._C import Payload
-from gradckpt._codec_names import resolve_codec
+from gradckpt._codec_names import codec_of_id, resolve_codec
 from gradckpt._config import check_key
 
 __all__ = ["Payload", "encode", "info", "names"]
@@ -17,11 +17,12 @@ def names() -> list[str]:
     return _C.codecs()
 
 
-def info(codec: str) -> dict[str, Any]:
+def info(codec: str | int) -> dict[str, Any]:
     """Return the properties of a codec.
 
     Args:
-        codec: A name in :func:`names`, or ``"fp8"``.
+        codec: A name in :func:`names`, ``"fp8"``, or an id. An id names the bytes of a payload:
+            store it beside them.
 
     Returns:
         ``name``, ``id``, ``summary``, ``dtypes``, ``bits_per_value`` (scales included; 0: those of
@@ -32,9 +33,10 @@ def info(codec: str) -> dict[str, Any]:
         group, and per row where the last dimension is at least 64 and no multiple of 128)}).
 
     Raises:
-        ValueError: The codec is unknown; the message lists the names.
+        ValueError: The codec is unknown; the message lists the names. Or the id is that of a codec
+            before its bytes changed; the message names it.
     """
-    return _C.codec_info(resolve_codec(codec))
+    return _C.codec_info(codec_of_id(codec) if isinstance(codec, int) else resolve_codec(codec))
 
 
 def encode(x: Any, codec: str = "int8", *, dither: tuple[int, int, int] | None = None) -> Payload:

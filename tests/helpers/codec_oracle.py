@@ -11,7 +11,7 @@ import importlib.util
 import direct_oracle
 import numpy as np
 import oracle_rows
-from oracle_centred import centre, decode_centred, encode_centred
+from oracle_centred import centre, decode_centred, encode_centred, of_one_sign
 from oracle_classes import decode_classes, encode_classes, plain_or_clusters, two_classes
 from oracle_rotation import (
     HADAMARD,
@@ -194,7 +194,7 @@ def encode_doubtful(codec, x, dtype, signs, stored, lost, noise):
     """(groups that get another form, their packed codes, their words)"""
     classes = two_classes(codec, x, np.ones_like(x, bool), stored, noisy=noise is not None)
     centred = centre(codec, x, signs, stored)
-    bound = np.where(lost, F32(np.inf), F32(0.94))
+    bound = np.where(lost | (of_one_sign(x) & (noise is None)), F32(np.inf), F32(0.94))
     if noise is not None:
         centred.estimate[:] = np.inf
     exact = (classes.estimate == 0) & (classes.near <= 8) & (centred.estimate == 0)
@@ -218,7 +218,7 @@ def encode_other(codec, x, dtype, noise):
         amax = np.where(np.abs(x[g]) <= LIMIT[dtype], np.abs(x[g]), F32(0)).max()
         packed[g], words[g] = encode_table(codec, x[g], dtype, amax), [0xFF80, 0x7F80][: words.shape[1]]
     x, some = x[~table], None if noise is None else noise[~table]
-    groups = plain_or_clusters(codec, x, dtype)
+    groups = plain_or_clusters(codec, x, dtype, noise is not None)
     packed[~table], words[~table] = encode_classes(codec, groups, x, dtype, some)
     return packed, words
 

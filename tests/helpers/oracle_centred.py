@@ -27,6 +27,8 @@ from oracle_values import (
 )
 
 MOST_OUTLIERS = 8
+#: Bits of a mean.
+NARROW, WIDE = 9, 14
 
 
 @dataclass
@@ -35,11 +37,17 @@ class Centred(Groups):
 
     mean: np.ndarray
     mean_bits: np.ndarray
+    one_sign: np.ndarray
     outliers: np.ndarray
     n: np.ndarray
     y: np.ndarray
     stored: np.ndarray
     estimate: np.ndarray  # infinite: no such form
+
+
+def of_one_sign(x):
+    """Of which groups no value is negative, or none positive."""
+    return (x >= 0).all(axis=1) | (x <= 0).all(axis=1)
 
 
 def header_length(n, mean_bits):
@@ -72,7 +80,7 @@ def find_outliers(codec, x, mean):
     order = np.argsort(-q, axis=1, kind="stable")[:, :MOST_OUTLIERS]
     squares = np.take_along_axis(q, order, axis=1) ** 2
     rest = (q**2).sum(axis=1)[:, None] - np.pad(np.cumsum(squares, axis=1), ((0, 0), (1, 0)))
-    cost = rest * noise_of_header(codec, header_length(np.arange(MOST_OUTLIERS + 1), 8))
+    cost = rest * noise_of_header(codec, header_length(np.arange(MOST_OUTLIERS + 1), NARROW))
     cost[:, 1:][squares == 0] = np.iinfo(np.int64).max
     return order, np.argmin(cost, axis=1), q, np.where(largest < TINY, F32(0), power_of(exponent - 11))
 
@@ -96,29 +104,33 @@ def centre(codec, x, signs, ordinary):
     kept = without(order, n)
     mean = mean_of(x, kept)
 
-    size = (mean / unit) ** 2 * F32(128)
+    size = np.where(unit == 0, F32(0), (mean / unit) ** 2 * F32(128))
     rest = np.where(kept, q**2, 0).sum(axis=1).astype(F32)
-    mean_bits = np.where(size > rest * F32(0.25), np.where(size <= rest * F32(16), 8, 13), 0)
-    mean_bits[(mean == 0) | (unit == 0)] = 0
+    one_sign = of_one_sign(x)
+    has_mean = one_sign | (size > rest * F32(0.25))
+    mean_bits = np.where(has_mean, np.where(size <= rest * F32(16), NARROW, WIDE), 0)
+    mean_bits[(mean == 0) | (unit == 0) & ~one_sign] = 0
     short = bits_of(mean).astype(np.int64)
     short = ((short + 0x7FFFF + (short >> 20 & 1)) >> 20 << 20).astype(np.uint32).view(F32)
-    mean = np.where(mean_bits == 8, short, np.where(mean_bits == 13, mean, F32(0)))
+    mean = np.where(mean_bits == NARROW, short, np.where(mean_bits == WIDE, mean, F32(0)))
 
     y = rotate(np.where(kept, x - mean[:, None], F32(0)), signs)
     amax = np.abs(y).max(axis=1)
     stored = np.where(amax < LEAST, 0, round_up(amax * F32(2.0**25 / 127), 18)).astype(np.int64)
     exponent = (bits_of(mean).astype(np.int64) >> 23 & 255) + 25  # beside that of the step
-    stored = np.where(mean_bits > 0, np.maximum(stored, exponent - np.where(mean_bits == 8, 7, 15) << 7), stored)
-    none = (mean_bits > 0) & (exponent < stored >> 7) | (mean_bits == 0) & (n == 0)
+    stored = np.where(mean_bits > 0, np.maximum(stored, exponent - np.where(mean_bits == NARROW, 7, 15) << 7), stored)
+    faint = (mean_bits > 0) & one_sign & (exponent < stored >> 7)
+    mean = np.where(faint, np.copysign(power_of((stored >> 7) - 25 - 127), mean), mean).astype(F32)
+    none = (mean_bits > 0) & ~faint & (exponent < stored >> 7) | (mean_bits == 0) & (n == 0)
     ratio = upper_half(stored) / upper_half(ordinary)
     estimate = ratio**2 * noise_of_header(codec, header_length(n, mean_bits)).astype(F32) * power(-7)
-    return Centred(mean, mean_bits, order, n, y, stored, np.where(none, F32(np.inf), estimate))
+    return Centred(mean, mean_bits, one_sign, order, n, y, stored, np.where(none, F32(np.inf), estimate))
 
 
 def header_of(group, x):
     """The header of one group, as (number, bits)."""
     fields = Fields()
-    n, long = int(group.n), int(group.mean_bits) == 13
+    n, long = int(group.n), int(group.mean_bits) == WIDE
     mean = int(bits_of(group.mean))
     if n:
         fields.add(n - 1, 3).add(bool(group.mean_bits), 1)
@@ -126,7 +138,7 @@ def header_of(group, x):
         exponent = (mean >> 23 & 255) + 25 - (int(group.stored) >> 7)
         fields.add(long, 1)
         fields.add(mean >> 16 & 127 if long else mean >> 20 & 7, 7 if long else 3)
-        fields.add(exponent, 4 if long else 3).add(mean >> 31, 1)
+        fields.add(exponent, 4 if long else 3).add(mean >> 31, 1).add(bool(group.one_sign), 1)
     outliers = [(int(at), x[at]) for at in group.outliers[:n]]
     if n <= 2:
         for at, value in outliers:
@@ -165,17 +177,18 @@ def encode_centred(codec, groups, x, noise=None):
 
 
 def decode_header(codec, codes, words):
-    """(mean, {index: value}, how many bits of codes are taken) of one group."""
+    """(mean, is it of one sign, {index: value}, how many bits of codes are taken) of one group."""
     bits = np.concatenate([codes & 1, codes >> 1 & 1]).astype(np.uint8)
     header = Reader(join(codec, words, int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")))
     scale = int(words[0]) & 0x7FFF
     n, has_mean = (header.take(3) + 1, header.take(1)) if scale & 2 else (0, 1)
-    mean = 0.0
+    mean, one_sign = 0.0, 0
     if has_mean:
         long = header.take(1)
         mantissa = 1 + header.take(7) / 128 if long else 1 + header.take(3) / 8
         exponent = header.take(4 if long else 3) - 25 + (scale >> 7) - 127
         mean = math.ldexp(-mantissa if header.take(1) else mantissa, exponent)
+        one_sign = header.take(1)
     top = header.take(8) if n > 2 else 0
     exact = {}
     for _ in range(n):
@@ -186,13 +199,13 @@ def decode_header(codec, codes, words):
             mantissa, below, sign = header.take(7), header.take(4), header.take(1)
             word = mantissa | max(top - below, 0) << 7 if below < 15 else 0
             exact[at] = np.uint32((word | sign << 15) << 16).view(F32)
-    return F32(mean), exact, max(header.taken - BESIDE.get(codec, 0), 0)
+    return F32(mean), one_sign, exact, max(header.taken - BESIDE.get(codec, 0), 0)
 
 
 def decode_centred(codec, codes, words, signs):
     """float32 [G, 128]"""
     headers = [decode_header(codec, *both) for both in zip(codes, words, strict=True)]
-    taken = np.array([length for _, _, length in headers])[:, None]
+    taken = np.array([length for *_, length in headers])[:, None]
     index = np.arange(GROUP)
     lost = (index < taken).astype(int) + (index + GROUP < taken)  # bits of each code
     clear = codes & ~((1 << lost) - 1)
@@ -204,9 +217,11 @@ def decode_centred(codec, codes, words, signs):
         value = np.choose(lost, [first, (first + second) / 2, second])
     scale = upper_half(words[:, 0].astype(np.int64) & 0x7FFC)
     out = unrotate(value, scale[:, None] * power(-32), signs)
-    mean = np.array([mean for mean, _, _ in headers], F32)[:, None]
+    mean = np.array([mean for mean, *_ in headers], F32)[:, None]
     out = np.where(mean != 0, out + mean, out)
-    for g, (_, exact, _) in enumerate(headers):
+    one_sign = np.array([each for _, each, *_ in headers], bool)[:, None]
+    out = np.where(one_sign & ((out < 0) != (mean < 0)), F32(0), out)
+    for g, (_, _, exact, _) in enumerate(headers):
         for at, value in exact.items():
             out[g, at] = value
     return out

@@ -66,6 +66,7 @@ class Form(Groups):
     far: np.ndarray
     far_step: np.ndarray
     centre: np.ndarray
+    sign: np.ndarray
     stored: np.ndarray
     estimate: np.ndarray
 
@@ -103,7 +104,7 @@ def part(x, there):
     return class_of(x, there & below, whole.high), class_of(x, there & ~below, whole.high)
 
 
-def form_of(codec, form, far, near, kinds, ordinary):
+def form_of(codec, form, far, near, kinds, ordinary, sign):
     """The numbers of a form; near and far are classes."""
     levels, top = levels_of(codec, form, kinds)
     lowest = np.full(len(far.low), True) if form == MASK else np.abs(far.low) <= np.abs(far.high)
@@ -126,7 +127,7 @@ def form_of(codec, form, far, near, kinds, ordinary):
     n = near.n + far.n
     estimate = (near.n.astype(F32) * error + far.n.astype(F32) * far_error) / (128 * n * weight).astype(F32)
     kinds = np.broadcast_to(kinds, first.shape)
-    return Form(np.full(len(n), form), kinds, far.inside, near.n, first, far_step, centre, stored, estimate)
+    return Form(np.full(len(n), form), kinds, far.inside, near.n, first, far_step, centre, sign, stored, estimate)
 
 
 def two_classes(codec, x, there, ordinary, escapes=False, noisy=False):
@@ -134,6 +135,8 @@ def two_classes(codec, x, there, ordinary, escapes=False, noisy=False):
     where there is none."""
     lower, upper = part(x, there)
     gap = np.where((lower.n > 0) & (upper.n > 0), upper.low - lower.high, F32(0))
+    positive, negative = ((~there | each).all(axis=1) for each in (x >= 0, x <= 0))
+    sign = np.where(noisy, 0, np.where(positive, 1, np.where(negative, -1, 0)))
     mask = (lower.high <= -64) & (F32(8) * lower.width() <= gap) & (lower.n > 0) & (not noisy)
     mask &= (F32(2) * lower.width() <= F32(3) * upper.width()) | (2 * lower.n >= lower.n + upper.n)
     both_wide = ~lower.constant() & ~upper.constant()
@@ -148,12 +151,12 @@ def two_classes(codec, x, there, ordinary, escapes=False, noisy=False):
     )
     far, near = lower.where(far_is_lower, upper), upper.where(far_is_lower, lower)
     kinds = np.where(escapes, KINDS, 0)
-    clusters = form_of(codec, CLUSTERS, far, near, kinds, ordinary)
+    clusters = form_of(codec, CLUSTERS, far, near, kinds, ordinary, sign)
     if escapes:
         clusters.estimate = np.where(far.constant(), F32(0), F32(np.inf))
         return clusters
-    sentinel = form_of(codec, SENTINEL, far, near, kinds, ordinary)
-    masked = form_of(codec, MASK, far, near, kinds, ordinary)
+    sentinel = form_of(codec, SENTINEL, far, near, kinds, ordinary, sign)
+    masked = form_of(codec, MASK, far, near, kinds, ordinary, sign)
     best = sentinel.where(sentinel.estimate <= clusters.estimate, clusters)
     repeated = (far.n >= 2) & (gap >= near.width()) & (best.estimate < F32(0.94))
     best.estimate = np.where(repeated, F32(0), best.estimate)
@@ -162,7 +165,7 @@ def two_classes(codec, x, there, ordinary, escapes=False, noisy=False):
     return best.where(far.constant(), masked.where(mask & far_is_lower, clusters))
 
 
-def plain_or_clusters(codec, x, dtype):
+def plain_or_clusters(codec, x, dtype, noisy):
     """Groups with escapes, or tiny ones."""
     escape = ~(np.abs(x) <= LIMIT[dtype])
     amax = np.where(escape, F32(0), np.abs(x)).max(axis=1)
@@ -171,8 +174,8 @@ def plain_or_clusters(codec, x, dtype):
     scaled = amax * np.where(tiny, power(64), power(0))
     stored = round_up(scaled * F32(2.0 ** OFFSET[codec] / top), 19).astype(np.int64)
     stored = np.where(amax > 0, stored - np.where(tiny, 64 << 7, 0), 0)
-    plain = Form(np.full(groups, PLAIN), np.full(groups, KINDS), escape, zero, zero, zero, zero, stored, zero)
-    clusters = two_classes(codec, x, ~escape, np.ones(groups, np.int64), escapes=True)
+    plain = Form(np.full(groups, PLAIN), np.full(groups, KINDS), escape, zero, zero, zero, zero, zero, stored, zero)
+    clusters = two_classes(codec, x, ~escape, np.ones(groups, np.int64), True, noisy)
     apart = escape.any(axis=1) & ~tiny & (clusters.estimate == 0) & (clusters.stored < stored)
     return clusters.where(apart, plain)
 
@@ -203,9 +206,8 @@ def header_of(group):
         fields.add(int(bits_of(group.far)) >> 8, 24).add(int(bits_of(group.far_step)) >> 23, 8)
     elif group.form == CLUSTERS:
         fields.add(bits_of(group.far), 32).add(int(bits_of(group.far_step)) >> 19 & 0xFFF, 12)
-        fields.add(int(bits_of(group.centre)) >> 16, 16).add(bool(group.kinds), 1).add(
-            int(bits_of(group.far_step)) >> 31, 1
-        )
+        fields.add(int(bits_of(group.centre)) >> 16, 16).add(bool(group.kinds), 1)
+        fields.add(int(bits_of(group.far_step)) >> 31, 1).add(int(group.sign) & 3, 2)
     return fields
 
 
@@ -256,6 +258,7 @@ def decode_classes(codec, packed, words, dtype):
             number //= bases[codec]
     fields = Reader(header)
     far = far_step = centre = F32(0)
+    sign = 0
     kinds = KINDS if form == PLAIN else 0
     if form in (SENTINEL, CLUSTERS):
         far = np.uint32(fields.take(32)).view(F32)
@@ -265,10 +268,12 @@ def decode_classes(codec, packed, words, dtype):
         far_step, centre = np.uint32(fields.take(12) << 19).view(F32), np.uint32(fields.take(16) << 16).view(F32)
         kinds = KINDS * fields.take(1)
         far_step = -far_step if fields.take(1) else far_step
+        sign = (0, 1, 0, -1)[fields.take(2)]
     levels, top = (int(n) for n in levels_of(codec, form, np.array(kinds)))
     codes = np.array(digits)
     near = (codes - top).astype(F32) * (upper_half(scale & 0x7FF8) * power(-16)) * power(16 - OFFSET[codec])
     near = near + centre if form == CLUSTERS else near
+    near = np.where((sign != 0) & ((near < 0) != (sign < 0)), F32(0), near)
     number = codes - (2 * top + 1)
     apart = far + number.astype(F32) * far_step
     out = np.where(number < 0, near, apart)

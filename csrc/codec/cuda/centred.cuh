@@ -202,6 +202,7 @@ static __device__ __noinline__ void encode_centred(const WORK &work, candidate &
 
     load_values(job.x, group.doubtful ? g * GCK_GROUP + lane * VALUES : job.x.numel, v);
     c.n = group.n;
+    c.one_sign = group.centred.one_sign;
     c.mean = mean_of(v, taken, GCK_GROUP - c.n);
     gck_settle_mean(&c, group.rest, group.scale);
 #pragma unroll
@@ -319,6 +320,7 @@ static __device__ __noinline__ void decode_centred(const WORK &work)
 #pragma unroll
     for (int j = 0; j < VALUES; j++) {
         v[j] = f.mean != 0.f ? v[j] + f.mean : v[j];
+        v[j] = f.one_sign ? gck_of_sign(v[j], f.mean) : v[j];
     }
     if (form == BETTER) {
         store_values(job.x, g * GCK_GROUP + lane * VALUES, v);

@@ -22,7 +22,8 @@ static __device__ __noinline__ void find_classes(const WORK &work, uint32_t doub
     const uint32_t ordinary = unrotated ? 0u : gck_stored(FORMAT, 0, NOISY, rotated);
 
     group.amax = amax;
-    group.bound = doubt & LOST ? 0x1p99f : GCK_BETTER;
+    group.centred.one_sign = !NOISY && gck_sign_of_all(&e) != 0;
+    group.bound = doubt & LOST || group.centred.one_sign ? GCK_ANY : GCK_BETTER;
     group.ordinary = ordinary;
     group.doubtful = doubt != 0 && !unrotated;
     group.apart = gck_classify(FORMAT, &e, ordinary, NOISY, &group.classes);

@@ -12,13 +12,14 @@
 enum {
     GCK_MOST_OUTLIERS = 8,
     GCK_EXACT_OUTLIERS = 2,      /* so many are stored as float32, more as bfloat16 */
-    GCK_NARROW_MEAN = 8, GCK_WIDE_MEAN = 13,     /* bits */
+    GCK_NARROW_MEAN = 9, GCK_WIDE_MEAN = 14,     /* bits */
 };
 
 /* A group that is stored so. */
 typedef struct {
     float    mean;                           /* 0: none  */
     int      mean_bits;                      /* 0, GCK_NARROW_MEAN, GCK_WIDE_MEAN */
+    int      one_sign;                       /* no value has the other sign than the mean */
     int      n;                              /* outliers */
     uint8_t  at[GCK_MOST_OUTLIERS];          /* their indices, the largest from the mean first */
     uint32_t stored;                         /* the step           */
@@ -179,7 +180,7 @@ GCK_FN void gck_settle_mean(gck_centred *c, uint32_t rest, float scale)
     const float mean = c->mean * scale, square = mean * mean * 128.f;
 
     c->mean_bits = 0;
-    if (!(square > 0.25f * (float)rest)) {
+    if (!c->one_sign && !(square > 0.25f * (float)rest)) {
         c->mean = 0.f;
     } else if (square <= 16.f * (float)rest) {
         c->mean = gck_float((gck_bits(c->mean) + 0x7FFFFu + (gck_bits(c->mean) >> 20 & 1u)) & 0xFFF00000u);
@@ -198,6 +199,9 @@ GCK_FN float gck_settle_step(gck_format format, gck_centred *c, float amax, uint
 
     c->stored = amax >= GCK_LEAST ? gck_stored_unusual(amax * gck_factor(format), 18) : 0u;
     c->stored = c->stored > least ? c->stored : least;
+    if (c->one_sign && c->mean != 0.f && gck_exponent(c->mean) < gck_mean_exponent(c->stored)) {
+        c->mean = gck_float((gck_bits(c->mean) & 0x80000000u) | (uint32_t)gck_mean_exponent(c->stored) << 23);
+    }
     if ((c->n == 0 && c->mean == 0.f)
         || (c->mean != 0.f && gck_exponent(c->mean) < gck_mean_exponent(c->stored))) {
         return 0x1p100f;
@@ -207,9 +211,9 @@ GCK_FN float gck_settle_step(gck_format format, gck_centred *c, float amax, uint
 }
 
 /* What the mean and the outliers of a group are.  Returns the square of the error beside `ordinary`,
- * the step without; none of both: a large number. */
-GCK_SLOW_FN float gck_centre(gck_format format, const float *x, uint32_t ordinary, int pattern, gck_centred *c,
-                             float *y)
+ * the step without; none of both: a large number.  one_sign: of all values, and then there is a mean. */
+GCK_SLOW_FN float gck_centre(gck_format format, const float *x, int one_sign, uint32_t ordinary, int pattern,
+                             gck_centred *c, float *y)
 {
     uint32_t kept[GCK_GROUP];
     gck_distances d;
@@ -220,6 +224,7 @@ GCK_SLOW_FN float gck_centre(gck_format format, const float *x, uint32_t ordinar
     }
     c->n = 0;
     c->stored = 0;
+    c->one_sign = one_sign;
     c->mean = gck_mean_of(x, kept);
     for (int pass = 0; pass < 2; pass++) {                       /* the mean of all, then of the rest */
         const int before = c->n;
@@ -254,22 +259,23 @@ GCK_SLOW_FN float gck_centre(gck_format format, const float *x, uint32_t ordinar
 typedef struct {
     int      n, mean_bits;
     float    mean;
+    int      one_sign;
     uint32_t top;                            /* the exponent that is common to more than two */
     int      bits;
 } gck_header_front;
 
-/* A bit that says which, mantissa, exponent, sign. */
+/* A bit that says which, mantissa, exponent, sign, and whether it is that of all values. */
 GCK_FN uint32_t gck_mean_field(const gck_centred *c)
 {
     const int wide = c->mean_bits == GCK_WIDE_MEAN;
     const uint32_t exponent = (uint32_t)(gck_exponent(c->mean) - gck_mean_exponent(c->stored));
-    const uint32_t sign = gck_bits(c->mean) >> 31;
+    const uint32_t signs = gck_bits(c->mean) >> 31 | (uint32_t)c->one_sign << 1;
 
-    return wide ? 1u | (gck_bits(c->mean) >> 16 & 0x7Fu) << 1 | exponent << 8 | sign << 12
-                : (gck_bits(c->mean) >> 20 & 7u) << 1 | exponent << 4 | sign << 7;
+    return wide ? 1u | (gck_bits(c->mean) >> 16 & 0x7Fu) << 1 | exponent << 8 | signs << 12
+                : (gck_bits(c->mean) >> 20 & 7u) << 1 | exponent << 4 | signs << 7;
 }
 
-GCK_FN float gck_mean_of_field(uint32_t field, uint32_t stored, int *mean_bits)
+GCK_FN float gck_mean_of_field(uint32_t field, uint32_t stored, int *mean_bits, int *one_sign)
 {
     const int wide = (int)(field & 1u);
     const uint32_t mantissa = wide ? (field >> 1 & 0x7Fu) << 16 : (field >> 1 & 7u) << 20;
@@ -277,6 +283,7 @@ GCK_FN float gck_mean_of_field(uint32_t field, uint32_t stored, int *mean_bits)
     const uint32_t sign = (wide ? field >> 12 & 1u : field >> 7 & 1u) << 31;
 
     *mean_bits = wide ? GCK_WIDE_MEAN : GCK_NARROW_MEAN;
+    *one_sign = (int)(wide ? field >> 13 & 1u : field >> 8 & 1u);
     return exponent <= 0 || exponent > 254 ? 0.f : gck_float(sign | (uint32_t)exponent << 23 | mantissa);
 }
 
@@ -298,10 +305,10 @@ GCK_FN uint32_t gck_put_front(const gck_centred *c, uint32_t top, int *bits)
 
 GCK_FN gck_header_front gck_take_front(uint32_t bits, int has_outliers, uint32_t stored)
 {
-    gck_header_front f = {has_outliers ? (int)(bits & 7u) + 1 : 0, 0, 0.f, 0u, has_outliers ? 4 : 0};
+    gck_header_front f = {has_outliers ? (int)(bits & 7u) + 1 : 0, 0, 0.f, 0, 0u, has_outliers ? 4 : 0};
 
     if (!has_outliers || (bits & 8u)) {
-        f.mean = gck_mean_of_field(bits >> f.bits, stored, &f.mean_bits);
+        f.mean = gck_mean_of_field(bits >> f.bits, stored, &f.mean_bits, &f.one_sign);
         f.bits += f.mean_bits;
     }
     if (f.n > GCK_EXACT_OUTLIERS) {
@@ -399,7 +406,7 @@ GCK_SLOW_FN void gck_decode_centred(gck_format format, const uint8_t *codes, con
     for (int i = 0; i < stolen && i < GCK_GROUP; i++) {
         value[i] = gck_coarse_value(format, code[i], gck_stolen(stolen, i));
     }
-    gck_unrotate(value, gck_float(stored << 16) * 0x1p-33f, f.mean, pattern, x, dtype, count);
+    gck_unrotate(value, gck_float(stored << 16) * 0x1p-33f, f.mean, f.one_sign, pattern, x, dtype, count);
     h.at = f.bits;
     for (int k = 0; k < f.n; k++) {
         const int at = (int)gck_take(&h, 7);

@@ -20,6 +20,7 @@ typedef struct {
     int      above;              /* ... which lies above or below */
     uint32_t stored;             /* the step of the near class */
     float    up;                 /* 2^64 for tiny values, which are multiplied by it first; else 1 */
+    int      sign;               /* of clusters: 1, -1 where all values have that sign; else 0 */
 } gck_classes;
 
 GCK_FN int gck_is_far(const gck_classes *c, float v)
@@ -49,6 +50,7 @@ GCK_FN int gck_near_top(gck_format format, gck_form form, int kinds)
 
 /* A form is taken for less than so much of the square of the error. */
 #define GCK_BETTER 0.94f
+#define GCK_ANY 0x1p99f          /* for any there is */
 
 /* ---- what a group's values are ---- */
 
@@ -57,6 +59,9 @@ typedef struct {
     float low, high, inner_low, inner_high;      /* ends of the lower class and of the upper: see below */
     int   lower;                 /* how many belong to the lower class */
 } gck_extent;
+
+/* 1 or -1 where no value has another sign, else 0. */
+GCK_FN int gck_sign_of_all(const gck_extent *e) { return e->low >= 0.f ? 1 : e->high <= 0.f ? -1 : 0; }
 
 /* Of 64 equal parts of the range, the place of v. */
 GCK_FN int gck_place(float low, float scale, float v)
@@ -160,7 +165,7 @@ GCK_FN float gck_beside(float step, uint32_t ordinary)
 /* The near class is `near_low` .. `near_high`, the far one `far_low` .. `far_high` with `nfar` values.
  * Returns the square of the error beside that of an ordinary rotated group. */
 GCK_FN float gck_set_classes(gck_format format, gck_form form, const gck_extent *e, int far_above, uint32_t ordinary,
-                             gck_classes *c)
+                             int noisy, gck_classes *c)
 {
     const float far_low = far_above ? e->inner_high : e->low, far_high = far_above ? e->high : e->inner_low;
     const float near_low = far_above ? e->low : e->inner_high, near_high = far_above ? e->inner_low : e->high;
@@ -181,6 +186,7 @@ GCK_FN float gck_set_classes(gck_format format, gck_form form, const gck_extent 
     const uint32_t dropped = form == GCK_FORM_MASK ? 0x7FFFFFu : 0x7FFFFu;
     c->far_step = gck_float(((gck_bits(step) + dropped) & ~dropped) | (from_low ? 0u : 0x80000000u));
     c->centre = 0.f;
+    c->sign = form == GCK_FORM_CLUSTERS && !noisy ? gck_sign_of_all(e) : 0;
     if (near > 0) {
         if (form == GCK_FORM_CLUSTERS) {
             c->centre = gck_float((uint32_t)gck_to_bf16(0.5f * near_low + 0.5f * near_high) << 16);
@@ -215,9 +221,9 @@ GCK_FN float gck_classify(gck_format format, const gck_extent *e, uint32_t ordin
     }
     if (!constant) {
         if (mask) {
-            return gck_set_classes(format, GCK_FORM_MASK, e, 0, ordinary, c);
+            return gck_set_classes(format, GCK_FORM_MASK, e, 0, ordinary, noisy, c);
         }
-        const float error = gck_set_classes(format, GCK_FORM_CLUSTERS, e, upper < lower, ordinary, c);
+        const float error = gck_set_classes(format, GCK_FORM_CLUSTERS, e, upper < lower, ordinary, noisy, c);
         return 2.f * gap >= gck_max_of(lower, upper) ? 0.5f * error : error;     /* for the smaller one's sake */
     }
     /* The class of one value is the far one; of two such, that of the larger value, unless it is alone and
@@ -225,11 +231,11 @@ GCK_FN float gck_classify(gck_format format, const gck_extent *e, uint32_t ordin
     const int larger = gck_abs(e->high) > gck_abs(e->low), alone = (larger ? e->n - e->lower : e->lower) == 1;
     const int other_way = alone && e->n > 2 && (larger ? e->low : e->high) != 0.f;
     const int above = lower != 0.f ? 1 : upper != 0.f ? 0 : larger ^ other_way;
-    const float clusters = gck_set_classes(format, GCK_FORM_CLUSTERS, e, above, ordinary, c);
+    const float clusters = gck_set_classes(format, GCK_FORM_CLUSTERS, e, above, ordinary, noisy, c);
     if (e->escapes > 0) {
         return clusters;
     }
-    const float sentinel = gck_set_classes(format, GCK_FORM_SENTINEL, e, above, ordinary, &other);
+    const float sentinel = gck_set_classes(format, GCK_FORM_SENTINEL, e, above, ordinary, noisy, &other);
     const int repeated = (above ? e->n - e->lower : e->lower) > 1 && gap >= gck_max_of(lower, upper);
     if (sentinel <= clusters) {
         *c = other;
@@ -274,7 +280,8 @@ GCK_FN uint64_t gck_class_header(const gck_classes *c)
         : c->form == GCK_FORM_SENTINEL ? far
         : c->form == GCK_FORM_MASK ? far >> 8 | (uint64_t)(gck_bits(c->far_step) >> 23) << 24
         : far | (uint64_t)(gck_bits(c->far_step) >> 19 & 0xFFFu) << 32 | (uint64_t)(gck_bits(c->centre) >> 16) << 44
-            | (uint64_t)(c->kinds > 0) << 60 | (uint64_t)(gck_bits(c->far_step) >> 31) << 61;
+            | (uint64_t)(c->kinds > 0) << 60 | (uint64_t)(gck_bits(c->far_step) >> 31) << 61
+            | (uint64_t)(c->sign & 3) << 62;
 }
 
 GCK_HOT_FN void gck_put_classes(gck_format format, int spare, const uint8_t *code, uint64_t header, uint8_t *codes)
@@ -321,7 +328,7 @@ GCK_SLOW_FN void gck_encode_classes(gck_format format, const gck_classes *of, co
  * gck_classify(); amax: of what does not escape. */
 GCK_FN void gck_choose_unrotated(gck_format format, const gck_extent *e, float apart, float amax, gck_classes *c)
 {
-    gck_classes plain = {GCK_FORM_PLAIN, 5, 0, 0, 0, 0.f, 0.f, 0.f, gck_float(0x7F800000u), 1, 0u, 1.f};
+    gck_classes plain = {GCK_FORM_PLAIN, 5, 0, 0, 0, 0.f, 0.f, 0.f, gck_float(0x7F800000u), 1, 0u, 1.f, 0};
 
     gck_set_near(format, &plain, amax);
     if (!(e->escapes > 0 && amax >= GCK_TINY && apart == 0.f && c->stored < plain.stored)) {
@@ -334,7 +341,7 @@ GCK_SLOW_FN void gck_encode_unrotated_form(gck_format format, const void *x, int
 {
     const gck_extent e = gck_extent_of(values, gck_limit(dtype), gck_bits(gck_max_value(dtype)));
     const float amax = gck_max_of(gck_abs(e.low), gck_abs(e.high));
-    gck_classes c = {GCK_FORM_PLAIN, 0, 0, 0, 0, 0.f, 0.f, 0.f, 0.f, 0, 0u, 1.f};
+    gck_classes c = {GCK_FORM_PLAIN, 0, 0, 0, 0, 0.f, 0.f, 0.f, 0.f, 0, 0u, 1.f, 0};
 
     if (e.others > 0) {
         gck_encode_table(format, x, dtype, count, amax, codes);
@@ -384,6 +391,7 @@ GCK_FN gck_classes gck_classes_of(gck_format format, uint32_t scale, uint64_t he
         form, kinds, 0, gck_near_top(format, form, kinds), gck_far_levels(format, form, kinds),
         clusters ? gck_float((uint32_t)(header >> 44 & 0xFFFFu) << 16) : 0.f,
         gck_float(mask ? (uint32_t)header << 8 : (uint32_t)header), gck_float(far_step), 0.f, 0, scale & 0x7FF8u, 1.f,
+        clusters ? ((int)(header >> 62) ^ 2) - 2 : 0,
     };
 
     return c;
@@ -404,7 +412,10 @@ GCK_HOT_FN float gck_class_value(gck_format format, const gck_classes *c, int co
     const float near = gck_times_step(format, (float)(code - c->top), c->stored);
     const float other = c->far + (float)(code - levels) * c->far_step;
 
-    return code >= levels ? other : c->form == GCK_FORM_CLUSTERS ? near + c->centre : near;
+    const float moved = near + c->centre;
+
+    return code >= levels ? other : c->form != GCK_FORM_CLUSTERS ? near
+        : c->sign != 0 && (moved < 0.f) != (c->sign < 0) ? 0.f : moved;
 }
 
 GCK_SLOW_FN void gck_decode_classes(gck_format format, const uint8_t *codes, const uint16_t *side, void *x,

@@ -1,7 +1,8 @@
 /* codecs.h: every codec, one row each: GCK_CODECS(CODEC, GROUP, ARG) calls one of two macros for
  * each, and hands ARG on.
  *
- * The id is stored in payloads: never reuse one; a removed codec stays as a comment.
+ * The id names the bytes: whoever stores a payload stores it, and codecs.info() takes it.  Never reuse one: where the
+ * bytes of a codec change, it gets another, and gradckpt/_codec_names.py keeps the old one (3, 4, 5, 6).
  *
  * CODEC(ARG, name, id): gck_codec_<name> describes it, in host/<name>.c.
  *
@@ -41,20 +42,20 @@
               4096.0 / 57344 * (1 + 0x1p-7),                                                                          \
               8, 1, 1, 0, 0, 0x1p40 / 57344, 0x1p40 / 57344, 0x1p40 / 57344, 16, 0x1p-40, 0x1p-40,                    \
               59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                         \
-    GROUP(ARG, int8, 3, GCK_INT8, SIMD, CUDA, 1, "sign-randomised Hadamard-128, int8, 16-bit scale per 128 values",   \
+    GROUP(ARG, int8, 13, GCK_INT8, SIMD, CUDA, 1, "sign-randomised Hadamard-128, int8, 16-bit scale per 128 values",  \
               128.0 / 254 * (1 + 0x1p-6),                                                                             \
               8, 1, 0, 1, 0, 0x1p25 / 127, 0x1p25 / 127, 0x1p32 / 125, 16, 0x1p-25, 0x1p-32,                          \
               59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                         \
-    GROUP(ARG, int8_plain, 4, GCK_INT8_PLAIN, SIMD, CUDA, 1, "int8, 16-bit scale per 128 values, no rotation",        \
+    GROUP(ARG, int8_plain, 14, GCK_INT8_PLAIN, SIMD, CUDA, 1, "int8, 16-bit scale per 128 values, no rotation",       \
               1.0 / 250 * (1 + 0x1p-6),                                                                               \
               8, 1, 0, 0, 0, 0x1p32 / 127, 0x1p32 / 127, 0x1p32 / 125, 16, 0x1p-32, 0x1p-32,                          \
               59, 5, 3, 0x1p32 / 59, 0x1p-16)                                                                         \
-    GROUP(ARG, int6, 5, GCK_INT6, SIMD, CUDA, 1,                                                                      \
+    GROUP(ARG, int6, 15, GCK_INT6, SIMD, CUDA, 1,                                                                     \
               "sign-randomised Hadamard-128, 64 levels, 16-bit scale per 128 values",                                 \
               4.5 / 127 * 128 * (1 + 0x1p-5),                                                                         \
               6, 1, 0, 1, 1, 0x1p25 / 127, 0x1p25 / 125.5, 0x1p32 / 29, 17, 0x1p-25, 0x1p-32,                         \
               11, 5, 3, 0x1p24 / 11, 0x1p-12)                                                                         \
-    GROUP(ARG, int4, 6, GCK_INT4, SIMD, CUDA, 1,                                                                      \
+    GROUP(ARG, int4, 16, GCK_INT4, SIMD, CUDA, 1,                                                                     \
               "sign-randomised Hadamard-128 of all but the largest value, 16 levels, 32 bits per 128 values",         \
               13.0 / 127 * 128 * (1 + 0x1p-3),                                                                        \
               4, 2, 0, 1, 1, 0x1p25 / 127, 0x1p25 / 115.5, 0x1p28 / 5, 19, 0x1p-25, 0x1p-28,                          \

@@ -6,8 +6,9 @@
  *
  * Payload of n values, G = ceil(n / 128) groups, the last one padded with zeros:
  *
- *     uint8_t  code[G][C];        offset 0; C = 128, int6 96, int4 64: see gck_pack_codes()
- *     uint16_t side[G][W];        offset C G; W = 1, int4 2: the scale, and int4's outlier
+ *     codes    uint8_t  code[G][C];        C = 128, int6 96, int4 64: see gck_pack_codes()
+ *     scales   uint16_t side[G][W];        W = 1, int4 2: the scale, and int4's outlier
+ *              int8_t   row[r];            of r rows that count, else none: rows.h
  *
  * `scale` is the upper half of a float32, without a sign:
  *
@@ -83,20 +84,20 @@
  *                         even) of exponent E - e, E the largest; e = 15: smaller ones, which become
  *                         zero (of their sign, mantissa 0)
  *         the outlier farthest from the mean first
- *     mean: [0][mantissa: 3][e: 3][sign: 1] or [1][mantissa: 7][e: 4][sign: 1], of exponent
- *     e - 25 + that of the scale.
+ *     mean: [0][mantissa: 3][e: 3][sign: 1][all: 1] or [1][mantissa: 7][e: 4][sign: 1][all: 1], of exponent
+ *     e - 25 + that of the scale.  all: no value has the other sign; what decodes to such is 0.
  *   The others: codes below Q, four to a little-endian number of 4 x 8 (6, 4) bits, code 0 lowest, as
  *     digits to the base Q; the numbers' uppermost h bits are the header, those of number 0 first:
  *                   h    Q: int8, int6, int4   far levels    header
  *         plain     0      256   64   16           0
  *         sentinel  1      215   53   13           1         [far: float32]
  *         mask      1      215   53   13       4, 2, 2       [far: its upper 24 bits][f: 8]
- *         clusters  2      181   45   11      64, 16, 4      [far: 32][f: 12][centre: 16][kinds: 1][-f: 1]
+ *         clusters  2      181   45   11      64, 16, 4      [far: 32][f: 12][centre: 16][kinds: 1][-f: 1][sign: 2]
  *     f of a mask is 2^(field - 127), of clusters a float32 whose first 12 bits after the sign are the
  *     field, and its sign the last bit; centre is a bfloat16.
  *     `kinds` escapes are 5 in plain groups and where that bit is set (then far levels is 1), else 0;
  *     top = (Q - far levels - kinds - 1) / 2, rounded down.  Code c:
- *         c <= 2 top            (c - top) s, plus centre
+ *         c <= 2 top            (c - top) s, plus centre; 0 if that has not the sign (1: positive, 3: negative)
  *         then far levels       far + number x f
  *         then kinds            NaN, +Inf, -Inf, +MAX, -MAX
  * docs/codecs.md says which form a group has.
@@ -179,21 +180,24 @@ GCK_FN int gck_is_doubtful(const float *x, float largest, float amax)
 }
 
 /* Encode a doubtful group in the form whose error is least; 0 when that is the ordinary one: when it is
- * more than `bound` of that of a group of this step. */
+ * more than `bound` of that of a group of this step.  That form may change signs: no group of one sign has it,
+ * but where stochastic rounding needs it. */
 GCK_SLOW_FN int gck_encode_doubtful(gck_format format, const float *values, gck_dtype dtype, uint32_t stored,
                                     float bound, int pattern, const uint16_t *noise, uint8_t *codes,
                                     uint16_t *side)
 {
     const gck_extent e = gck_extent_of(values, gck_limit(dtype), gck_bits(gck_max_value(dtype)));
     gck_classes classes;
-    gck_centred centred = {0.f, 0, 0, {0}, 0u};
+    gck_centred centred = {0.f, 0, 0, 0, {0}, 0u};
     float y[GCK_GROUP];
     const float apart = gck_classify(format, &e, stored, noise != NULL, &classes);
     const int exact = apart == 0.f, few = exact && classes.near <= GCK_MOST_OUTLIERS;
+    const int one_sign = noise == NULL && gck_sign_of_all(&e) != 0;
     const float beside = noise != NULL || (exact && !few) ? 0x1p100f     /* a header is a bias */
-                                                          : gck_centre(format, values, stored, pattern, &centred, y);
+                       : gck_centre(format, values, one_sign, stored, pattern, &centred, y);
+    const float most = one_sign ? GCK_ANY : bound;
 
-    if (!(apart < bound) && !(beside < bound)) {
+    if (!(apart < most) && !(beside < most)) {
         return 0;
     }
     if (apart <= beside && !(few && beside == 0.f)) {
@@ -246,7 +250,7 @@ GCK_SLOW_FN void gck_encode_rotated(gck_format format, const void *x, gck_dtype 
     const uint32_t stored = !lost ? wanted : amax * gck_inverse(format, 0, low) < GCK_INT4_LOST ? 0u : low;
 
     if (wanted > 0 && (lost || gck_is_doubtful(values, gck_float(largest), amax))
-        && gck_encode_doubtful(format, values, dtype, wanted, lost ? 0x1p99f : GCK_BETTER, pattern, noise, codes,
+        && gck_encode_doubtful(format, values, dtype, wanted, lost ? GCK_ANY : GCK_BETTER, pattern, noise, codes,
                                side)) {
         return;
     }
@@ -292,7 +296,7 @@ GCK_FN void gck_decode_rotated(gck_format format, const uint8_t *codes, const ui
     for (int i = 0; i < GCK_GROUP; i++) {
         value[i] = gck_has_levels(format) ? gck_level_value(format, (int)(scale & 1u), code[i]) : (int8_t)code[i];
     }
-    gck_unrotate(value, gck_float(stored << 16) * (gck_has_levels(format) ? 0x1p-33f : 0x1p-32f), 0.f, pattern, x,
+    gck_unrotate(value, gck_float(stored << 16) * (gck_has_levels(format) ? 0x1p-33f : 0x1p-32f), 0.f, 0, pattern, x,
                  dtype, count);
     if (format == GCK_INT4 && (int)(scale >> 9) < count) {
         gck_store(x, dtype, (int)(scale >> 9), gck_float((uint32_t)side[1] << 16));

@@ -108,9 +108,13 @@ GCK_SLOW_FN float gck_rotate(const float *x, int at, int pattern, float *y)
     return gck_largest_of(y, GCK_GROUP);
 }
 
+/* v, or 0 if its sign is not that of `like`, which is not 0. */
+GCK_FN float gck_of_sign(float v, float like) { return (v < 0.f) != (like < 0.f) ? 0.f : v; }
+
 /* x' = d o (H value) * unit, and the mean, if it is not 0; value integers: |sums| <= 128 * 255, exact in
  * any order. */
-GCK_FN void gck_unrotate(int32_t *value, float unit, float mean, int pattern, void *x, gck_dtype dtype, int count)
+GCK_FN void gck_unrotate(int32_t *value, float unit, float mean, int one_sign, int pattern, void *x, gck_dtype dtype,
+                         int count)
 {
     for (int i = 0; i < GCK_GROUP; i += 8) {       /* as gck_hadamard() */
         int32_t a[8], b[8];
@@ -140,7 +144,8 @@ GCK_FN void gck_unrotate(int32_t *value, float unit, float mean, int pattern, vo
     }
     gck_negate(v, pattern);
     for (int i = 0; i < count; i++) {
-        gck_store(x, dtype, i, mean != 0.f ? v[i] + mean : v[i]);
+        const float moved = mean != 0.f ? v[i] + mean : v[i];
+        gck_store(x, dtype, i, one_sign ? gck_of_sign(moved, mean) : moved);
     }
 }
 
