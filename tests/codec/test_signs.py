@@ -20,7 +20,7 @@ OF_ONE_SIGN = {
     "few of many": torch.where(GAUSSIAN > 1.7, GAUSSIAN, 0),
     "two clusters": torch.where(GAUSSIAN > 0, GAUSSIAN * 0.01, 2 + GAUSSIAN * 0.01).abs(),
     "large offset": GAUSSIAN * 0.01 + 1,
-    "faint": GAUSSIAN.square() * 1e-25,
+    "faint": GAUSSIAN.square() * 1e-20,
 }
 
 
