@@ -147,9 +147,10 @@ def check_model(model: Any, name: str) -> None:
         raise TypeError(f"gradckpt: {name}() takes a torch.nn.Module, not {type(model).__name__}")
 
 
-def _errs_by_group(codec: str) -> bool:
-    """Return whether errors depend on the largest of a group; fp8's depend on each value."""
-    return bool(_C.codec_info(codec)["stochastic"]) and not codec.startswith("fp8")
+def _mixes_rows(codec: str, width: int) -> bool:
+    """Return whether rows of this width share the steps of a codec."""
+    by_group = bool(_C.codec_info(codec)["stochastic"]) and not codec.startswith("fp8")
+    return by_group and width < _C.LEAST_ROW and width % _C.GROUP != 0
 
 
 def log_larger_errors(model: Module) -> None:
@@ -166,14 +167,14 @@ def log_larger_errors(model: Module) -> None:
         if config is None or not config.lossy or is_saved(settings):  # each save is judged by itself
             continue
         width = width_of(modules[name])
-        if _errs_by_group(config.codec) and width is not None and width % _C.GROUP:
+        if width is not None and _mixes_rows(config.codec, width):
             widths.add(width)
         if has_relu_and_batch_norm(modules[name]):
             kinked.add(type(modules[name]).__name__)
     compare = 'compare gradients with compress=None (docs/numerics.md), or use "lossless"'
     if widths:
         logger.info(
-            "gradckpt: width %s is no multiple of 128, so groups span tokens and gradient errors are larger; %s",
+            "gradckpt: width %s is less than 64, so groups span tokens and gradient errors are larger; %s",
             ", ".join(map(str, sorted(widths))),
             compare,
         )
