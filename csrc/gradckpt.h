@@ -51,6 +51,7 @@ typedef struct {
     gck_dtype      dtype;
     int            device;       /* -1: host memory; else the CUDA device index   */
     void          *stream;       /* cudaStream_t of that device; NULL on the host */
+    int64_t        room;         /* bytes of its payload, of a codec whose size depends on the values; 0: the most */
 } gck_tensor;
 
 /* 1 when these strides are the contiguous order; then a gck_tensor's may be NULL. */
@@ -90,10 +91,31 @@ typedef struct {
 } gck_how;
 enum { GCK_OVERFLOW_PENDING = 0, GCK_OVERFLOW_NONE = 1, GCK_OVERFLOW_FOUND = 2 };
 
-/* Bytes of a payload: exactly value n + group ceil(n / 128) + block ceil(n / 4096). */
+/* Above those two bits a codec whose size depends on the values says how many of them its payload
+ * holds, or would hold: the part of all, in units of 2^-16, rounded up. */
+enum { GCK_OVERFLOW_BITS = 2, GCK_WHOLE = 1 << 16 };
+
+static inline uint32_t gck_overflow_answer(uint32_t word) { return word & ((1u << GCK_OVERFLOW_BITS) - 1u); }
+static inline uint32_t gck_overflow_part(uint32_t word) { return word >> GCK_OVERFLOW_BITS; }
+
+/* Bytes of a payload: exactly value n + group ceil(n / 128) + block ceil(n / 4096), or at most so
+ * many. */
 typedef struct {
     int value, group, block;
 } gck_size;
+
+/* Of a codec whose size depends on the values: it stores one by one those that are not zero, a
+ * number of values that gck_count() counts. */
+typedef struct {
+    /* Host: how many such values units [first, last) have.  payload: a number for each unit is
+     * written there, too, for place(); or NULL. */
+    int64_t (*count)(const gck_tensor *x, void *payload, int64_t first, int64_t last);
+    /* From numbers to places.  GCK_OK, or GCK_E_OVERFLOW when x->room is too little. */
+    int     (*place)(const gck_tensor *x, void *payload);
+    /* Bytes of a payload of so many values: at most `size`. */
+    int64_t (*nbytes)(int64_t numel, gck_dtype dtype, int64_t values);
+    int       host_only;         /* on a device its payloads have `size` */
+} gck_counted;
 
 /* The description of a codec.  One per line of codec/format/codecs.h. */
 typedef struct {
@@ -102,6 +124,7 @@ typedef struct {
     uint32_t    dtypes;        /* set of GCK_BIT(dtype) it accepts              */
     double      max_error;     /* |x - x'| / absmax of x's group; 0: bit-exact  */
     gck_size    size[GCK_NDTYPES];
+    const gck_counted *counted; /* NULL: the size does not depend on the values */
     int64_t     unit;          /* values per independent unit of host work      */
     int         stochastic;    /* accepts a gck_dither                          */
     int         may_overflow;  /* may return GCK_E_OVERFLOW                     */
@@ -121,15 +144,24 @@ const gck_codec *gck_codec_at(int index);                  /* in the order of co
 int              gck_codec_index(const gck_codec *codec);  /* the inverse                  */
 int              gck_codec_id(const gck_codec *codec);
 
-/* Exact size of the payload, for a dtype that the codec takes. */
+/* Exact size of the payload, for a dtype that the codec takes; the largest one where it depends on
+ * the values. */
 int64_t gck_nbytes(const gck_codec *codec, int64_t numel, gck_dtype dtype);
+
+/* Where it does (codec->counted): how many values of x in host memory the payload will hold, for
+ * codec->counted->nbytes(). */
+int64_t gck_count(const gck_codec *codec, const gck_tensor *x, gck_parallel_for *parallel);
+
+/* 1 when x->room says that its payload is smaller than the largest one. */
+int gck_is_smaller(const gck_codec *codec, const gck_tensor *x);
 
 /* The part of the size that grows with numel, scales included, in bits per value. */
 double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype);
 
 /* Write the payload of x, or the values of a payload.  Host work is finished on return; device
  * work is queued on x->stream (out->stream) and never waited for.
- * `payload` is aligned to GCK_PAYLOAD_ALIGNMENT and gck_nbytes(codec, numel, dtype) long.
+ * `payload` is aligned to GCK_PAYLOAD_ALIGNMENT and gck_nbytes(codec, numel, dtype) long, or x->room
+ * bytes (out->room) where that is not 0.
  * x is never written.  out must be dense or strided without overlap.
  * how: NULL rounds to nearest.  After GCK_E_OVERFLOW the payload's contents are undefined. */
 int gck_encode(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,

@@ -65,6 +65,11 @@ double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype)
     return 8.0 * size.value + 8.0 * size.group / GCK_GROUP + 8.0 * size.block / GCK_BLOCK;
 }
 
+int gck_is_smaller(const gck_codec *codec, const gck_tensor *x)
+{
+    return codec->counted != NULL && x->room != 0 && x->room < gck_nbytes(codec, x->numel, x->dtype);
+}
+
 /* Codecs are defined on IEEE arithmetic: a program that flushes subnormals
  * (torch.set_flush_denormal) must get the same bytes.  The same holds for the rounding mode. */
 #if defined(__SSE2__)
@@ -113,6 +118,7 @@ typedef struct {
     const void       *read;                   /* payload, when decoding        */
     const gck_how    *how;
     _Atomic int      *status;                 /* parts that fail store the same status */
+    _Atomic int64_t  *values;                 /* when counting                 */
 } work;
 
 static void encode_part(int64_t first, int64_t last, void *ctx)
@@ -136,6 +142,13 @@ static void decode_part(int64_t first, int64_t last, void *ctx)
     set_control(saved);
 }
 
+static void count_part(int64_t first, int64_t last, void *ctx)
+{
+    const work *w = ctx;
+
+    atomic_fetch_add(w->values, w->codec->counted->count(w->tensor, w->written, first, last));
+}
+
 static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
 {
     const int64_t unit = w->codec->unit, numel = w->tensor->numel;
@@ -148,20 +161,42 @@ static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
     }
 }
 
+int64_t gck_count(const gck_codec *codec, const gck_tensor *x, gck_parallel_for *parallel)
+{
+    _Atomic int64_t values = 0;
+    const work w = {codec, x, NULL, NULL, NULL, NULL, &values};
+
+    run(&w, count_part, parallel);
+    return values;
+}
+
+/* A payload smaller than the largest begins with the numbers of its values. */
+static int count_into(const gck_codec *codec, const gck_tensor *x, void *payload, gck_parallel_for *parallel)
+{
+    _Atomic int64_t values = 0;
+    const work w = {codec, x, payload, NULL, NULL, NULL, &values};
+
+    run(&w, count_part, parallel);
+    return codec->counted->place(x, payload);
+}
+
 /* One tensor in host memory. */
 static int encode_here(const gck_codec *codec, const gck_tensor *x, void *payload, const gck_how *how,
                        gck_parallel_for *parallel)
 {
     _Atomic int status = GCK_OK;
-    const work w = {codec, x, payload, NULL, how, &status};
+    const work w = {codec, x, payload, NULL, how, &status, NULL};
 
+    if (gck_is_smaller(codec, x) && (status = count_into(codec, x, payload, parallel)) != GCK_OK) {
+        return status;
+    }
     run(&w, encode_part, parallel);
     return status;
 }
 
 static int decode_here(const gck_codec *codec, const void *payload, const gck_tensor *out, gck_parallel_for *parallel)
 {
-    const work w = {codec, out, NULL, payload, NULL, NULL};
+    const work w = {codec, out, NULL, payload, NULL, NULL, NULL};
 
     run(&w, decode_part, parallel);
     return GCK_OK;

@@ -22,6 +22,7 @@ class Tensor(ctypes.Structure):
         ("dtype", ctypes.c_int),
         ("device", ctypes.c_int),
         ("stream", ctypes.c_void_p),
+        ("room", ctypes.c_int64),
     ]
 
 

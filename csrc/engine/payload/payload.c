@@ -6,6 +6,7 @@
 #include "torch/tensor.h"
 #include "engine/payload/payload_decode.h"
 #include "engine/payload/payload_overflow.h"
+#include "engine/payload/payload_room.h"
 #include "engine/payload/sharing.h"
 
 #include <stdlib.h>
@@ -151,7 +152,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
 {
     const int exact = use != GCK_FOR_USER && (!(use & GCK_WITHOUT_HOLES) || codec->max_error == 0);
     gck_payload *self = NULL, *result = NULL;
-    int status;
+    int status, dense = 0;
 
     use &= ~GCK_WITHOUT_HOLES;
     *skip = GCK_COMPRESS;
@@ -174,8 +175,9 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
         self->dither = first != NULL ? first->dither : *dither;
     }
     status = describe(self, in, exact);
-    if (status != 0 || make_bytes(self, use) < 0) {
-        *skip = status > 0 ? GCK_SKIP_LAYOUT : GCK_COMPRESS;
+    dense = status == 0 && !gck_payload_room(self, &in->view) && use != GCK_FOR_USER;
+    if (status != 0 || dense || make_bytes(self, use) < 0) {
+        *skip = status > 0 ? GCK_SKIP_LAYOUT : dense ? GCK_SKIP_DENSE : GCK_COMPRESS;
         goto exit;
     }
     if (gck_payload_overflow_begin(self) < 0 && use != GCK_FOR_USER) {

@@ -82,7 +82,7 @@ gck_tensor gck_payload_values(const gck_payload *self, void *data, void *stream)
     const int plain = strides == NULL || gck_is_contiguous(ndim, sizes, strides);
 
     return (gck_tensor){data, self->values, ndim, sizes, plain ? NULL : strides, strides, self->dtype, self->device,
-                        stream};
+                        stream, self->nbytes};
 }
 
 PyObject *gck_payload_within(const gck_payload *self, PyObject *buffer, int64_t offset)
@@ -134,6 +134,7 @@ int gck_payload_work(gck_payload *self, PyObject *tensor, PyObject *buffer, gck_
     if (gck_payload_view(self, buffer, bytes) < 0 || gck_view_again(&self->state->py, tensor, &was, view) < 0) {
         return -1;
     }
+    view->room = self->nbytes;
     return self->once != NULL ? see_once(self, view) : 0;
 }
 

@@ -141,6 +141,7 @@ PyObject *gck_payload_revive(gck_payload *self, PyObject *into, gck_batch *batch
         return NULL;
     }
     state->rounding.restored = 1;
+    state->restores++;
     if (self->kept == NULL && (batch == NULL || !batch->exact) && PyWeakref_GetObject(self->original) != Py_None) {
         state->stats.originals_alive++;
         state->stats.originals_alive_bytes += self->bytes_in;

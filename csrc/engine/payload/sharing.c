@@ -59,7 +59,8 @@ int gck_sharing_proof(gck_payload *a, gck_payload *b)
 {
     PyObject *x = Py_XNewRef(a->buffer), *y = Py_XNewRef(b->buffer);
     void *left, *right;
-    int same = !gck_payload_has_bytes(a) || !gck_payload_has_bytes(b) || a->overflow != NULL ? 0 : -1;
+    int same = !gck_payload_has_bytes(a) || !gck_payload_has_bytes(b) || a->overflow != NULL
+            || a->nbytes != b->nbytes ? 0 : -1;
 
     if (same < 0 && gck_payload_view(a, x, &left) == 0 && gck_payload_view(b, y, &right) == 0) {
         Py_BEGIN_ALLOW_THREADS
