@@ -114,6 +114,8 @@ typedef struct {
     int     (*place)(const gck_tensor *x, void *payload);
     /* Bytes of a payload of so many values: at most `size`. */
     int64_t (*nbytes)(int64_t numel, gck_dtype dtype, int64_t values);
+    /* Host: is it worth counting the values of x?  0: most of them are not zero.  NULL: always. */
+    int     (*worth)(const gck_tensor *x);
     int       host_only;         /* on a device its payloads have `size` */
 } gck_counted;
 

@@ -166,6 +166,9 @@ int64_t gck_count(const gck_codec *codec, const gck_tensor *x, gck_parallel_for 
     _Atomic int64_t values = 0;
     const work w = {codec, x, NULL, NULL, NULL, NULL, &values};
 
+    if (codec->counted->worth != NULL && !codec->counted->worth(x)) {
+        return x->numel;
+    }
     run(&w, count_part, parallel);
     return values;
 }

@@ -53,7 +53,8 @@ static int64_t values_for(const gck_payload *p)
     begin_step(room, p->state->restores);
     const uint32_t part = room->level > room->latest ? room->level : room->latest;
     const int64_t wanted = (int64_t)part + part / MARGIN + 1;
-    return wanted >= GCK_WHOLE ? p->values : p->values / GCK_WHOLE * wanted + p->values % GCK_WHOLE * wanted / GCK_WHOLE;
+    return wanted >= GCK_WHOLE ? p->values
+         : p->values / GCK_WHOLE * wanted + p->values % GCK_WHOLE * wanted / GCK_WHOLE;
 }
 
 int gck_payload_room(gck_payload *p, const gck_tensor *x)
