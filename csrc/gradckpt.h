@@ -114,7 +114,7 @@ typedef struct {
     int     (*place)(const gck_tensor *x, void *payload);
     /* Bytes of a payload of so many values: at most `size`. */
     int64_t (*nbytes)(int64_t numel, gck_dtype dtype, int64_t values);
-    /* Host: is it worth counting the values of x?  0: most of them are not zero.  NULL: always. */
+    /* Host: is it worth counting the values of x?  0: hardly any is zero.  NULL: always. */
     int     (*worth)(const gck_tensor *x);
     int       host_only;         /* on a device its payloads have `size` */
 } gck_counted;
@@ -151,7 +151,7 @@ int              gck_codec_id(const gck_codec *codec);
 int64_t gck_nbytes(const gck_codec *codec, int64_t numel, gck_dtype dtype);
 
 /* Where it does (codec->counted): how many values of x in host memory the payload will hold, for
- * codec->counted->nbytes(). */
+ * codec->counted->nbytes(); -1: it is not worth counting, and the payload gets the largest size. */
 int64_t gck_count(const gck_codec *codec, const gck_tensor *x, gck_parallel_for *parallel);
 
 /* 1 when x->room says that its payload is smaller than the largest one. */

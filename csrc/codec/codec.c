@@ -167,7 +167,7 @@ int64_t gck_count(const gck_codec *codec, const gck_tensor *x, gck_parallel_for 
     const work w = {codec, x, NULL, NULL, NULL, NULL, &values};
 
     if (codec->counted->worth != NULL && !codec->counted->worth(x)) {
-        return x->numel;
+        return -1;
     }
     run(&w, count_part, parallel);
     return values;

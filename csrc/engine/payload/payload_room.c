@@ -68,7 +68,7 @@ int gck_payload_room(gck_payload *p, const gck_tensor *x)
     }
     const gck_tensor values = p->once != NULL ? gck_payload_values(p, x->data, x->stream) : *x;
     const int64_t count = p->device < 0 ? gck_run_count(p->codec, &values) : 0;
-    p->nbytes = counted->nbytes(all, p->dtype, late ? values_for(p) : count);
+    p->nbytes = count < 0 ? most : counted->nbytes(all, p->dtype, late ? values_for(p) : count);
     if (late && p->nbytes == most && counted->nbytes(all, p->dtype, 0) < most) {
         p->nbytes = most - 1;                    /* the form that says how many there are */
     }
