@@ -1,6 +1,6 @@
 """A second opinion on the payload of `sparse`, in numpy, written from docs/codecs.md.
 
-Values travel as the bits of their dtype. `room`: bytes of the payload, as a device is given them;
+`lossless` takes its form, too. Values travel as the bits of their dtype. `room`: bytes of the payload, as a device is given them;
 None: what the values need.
 """
 
@@ -36,8 +36,8 @@ def encode(codec, bits, dtype, room=None):
     counts = counts_of(nonzero)
     before = np.cumsum(counts, dtype=np.uint64) - counts
     least = head_of(bits.size) + int(counts.sum()) * bits.itemsize
-    room = min(least, bits.nbytes) if room is None else room
-    if room >= bits.nbytes:
+    room = least if room is None else room
+    if codec == "sparse" and room >= bits.nbytes:
         return bits.view(np.uint8).copy(), True
     values = np.full((room - head_of(bits.size)) // bits.itemsize * bits.itemsize, FILL, np.uint8).view(bits.dtype)
     fits = before + counts <= values.size
