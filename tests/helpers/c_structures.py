@@ -54,6 +54,8 @@ class Kernels(ctypes.Structure):
         ("mask_unpack", ctypes.c_void_p),
         ("lossless_encode", ctypes.c_void_p * 3),
         ("lossless_decode", ctypes.c_void_p * 3),
+        ("pack_nonzeros", ctypes.c_void_p * 3),
+        ("unpack_nonzeros", ctypes.c_void_p * 3),
     ]
 
 

@@ -4,9 +4,6 @@
 
 #include "codec/format/sparse.h"
 
-/* Bit i: the bits of value i of 64 are not all zero. */
-uint64_t gck_nonzeros_of(const void *values, gck_dtype dtype);
-
 /* How many there are in blocks [first, last); before: one number for each block is written there, or
  * NULL. */
 int64_t gck_count_nonzeros(const gck_tensor *x, uint64_t *before, int64_t first, int64_t last);
@@ -15,8 +12,7 @@ int64_t gck_count_nonzeros(const gck_tensor *x, uint64_t *before, int64_t first,
  * are more than `room`. */
 int gck_place_nonzeros(uint64_t *before, int64_t numel, int64_t room);
 
-/* Bits that are set; those of a block's groups. */
-int gck_popcount(uint64_t bits);
+/* Bits that are set in those of a block's groups. */
 int gck_count_bits(const uint8_t *bitmap, int64_t groups);
 
 /* `sparse` of blocks [first, last): what lossless.c stores, too, where it is smaller.  The payload has
