@@ -1,6 +1,7 @@
 """`sparse`: every bit comes back, in as many bytes as the values that are not zero need."""
 
 import ctypes
+import mmap
 
 import numpy as np
 import oracle_sparse as oracle
@@ -118,6 +119,52 @@ def test_never_more_than_the_tensor():
         assert payload.nbytes == 2 * n
         assert torch.equal(payload.data.view(torch.bfloat16), x)
         assert torch.equal(payload.decode(), x)
+
+
+# ---- kernels ----
+
+
+class BeforeAHole:
+    """Memory that ends where no page is."""
+
+    def __init__(self, nbytes):
+        libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+        whole = -(-nbytes // page) * page
+        self.pages = mmap.mmap(-1, whole + page)
+        self.begin = np.frombuffer(self.pages, np.uint8)[:whole]
+        self.hole = ctypes.c_void_p(self.begin.ctypes.data + whole)
+        assert libc.mprotect(self.hole, page, 0) == 0
+        self.bytes = self.begin[whole - nbytes :]
+
+
+@pytest.mark.parametrize("isa", sorted({"portable", "avx2"} & {"portable", *ISAS}))
+@pytest.mark.parametrize("size", [16, 32])
+def test_kernels_stay_within_the_room(host_kernels, isa, size):
+    """To the byte: a place is next to that of another thread, or at the end of memory."""
+    pack = getattr(host_kernels.library, f"gck_{isa}_pack_nonzeros{size}")
+    unpack = getattr(host_kernels.library, f"gck_{isa}_unpack_nonzeros{size}")
+    pack.restype, runs = ctypes.c_int64, ctypes.c_int64(8)
+    for zeros in (0.0, 0.3, 0.5, 0.9, 0.98, 1.0):
+        bits = values(512, zeros, "float32" if size == 32 else "bfloat16")
+        count, bitmap, want = int(np.count_nonzero(bits)), np.empty(64, np.uint8), bits[bits != 0]
+        x = BeforeAHole(bits.nbytes)
+        x.bytes[:] = bits.view(np.uint8)
+        address = ctypes.c_void_p(x.bytes.ctypes.data)
+        for room in (count, count + 1, count + 3, count + 4, 512):
+            packed = BeforeAHole(room * bits.itemsize)
+            packed.bytes[:] = oracle.FILL
+            to = ctypes.c_void_p(packed.bytes.ctypes.data)
+            at = [ctypes.c_void_p(bitmap.ctypes.data), to, ctypes.c_int64(room)]
+            assert pack(address, runs, *at) == count
+            assert_same(packed.bytes[: want.nbytes], want.view(np.uint8), f"{zeros} {room}")
+            assert_same(bitmap, oracle.bitmap_of(bits != 0), "bitmap")
+            out = BeforeAHole(bits.nbytes)
+            unpack(*at, runs, ctypes.c_void_p(out.bytes.ctypes.data))
+            assert_same(out.bytes, bits.view(np.uint8), f"{zeros} {room} back")
+        if count > 0:
+            short = BeforeAHole((count - 1) * bits.itemsize)
+            to = ctypes.c_void_p(short.bytes.ctypes.data)
+            assert pack(address, runs, ctypes.c_void_p(bitmap.ctypes.data), to, ctypes.c_int64(count - 1)) == -1
 
 
 # ---- the device ----
