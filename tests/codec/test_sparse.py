@@ -212,7 +212,7 @@ def same(device_kernels):
         assert_same(payload, want, "payload")
         assert (answer, wanted_fits) == (OVERFLOW_NONE if fits else OVERFLOW_FOUND, fits)
         whole = np.count_nonzero(bits) * 65536
-        assert part == (-(-whole // bits.size) if room < bits.nbytes else 65536)
+        assert part == (-(-whole // bits.size) if room < bits.nbytes else 0)
         restored = device.decode()
         if fits:
             assert_same(restored, bits, "restored")
@@ -280,7 +280,7 @@ def test_many_blocks_on_the_device(same):
 
 @every_dtype
 def test_damaged_payloads(device_kernels, dtype):
-    """Any bytes decode to something, the same everywhere; nothing beyond them is read or written."""
+    """Any bytes decode to something, the same everywhere; nothing beyond them is touched."""
     rng = np.random.default_rng(3)
     for n in (200, 4096, 9000):
         bits = values(n, 0.7, dtype)
@@ -302,7 +302,7 @@ def test_damaged_payloads(device_kernels, dtype):
 
 
 def test_dtypes():
-    with pytest.raises(TypeError, match="cannot take this tensor of dtype torch.int32 with codec 'sparse'"):
+    with pytest.raises(TypeError, match=r"cannot take this tensor of dtype torch\.int32 with codec 'sparse'"):
         gradckpt.codecs.encode(torch.zeros(200, dtype=torch.int32), "sparse")
     with pytest.raises(RuntimeError, match="'sparse': this codec does not take this dtype"):
         torch.ops.gradckpt.encode(torch.zeros(200, dtype=torch.bool), "sparse")

@@ -85,6 +85,16 @@ def test_bits_per_value_from_the_second_step_on(late, n, zeros, most):
         assert bits(nbytes, n) <= most
 
 
+def test_what_the_user_encodes_on_a_device_is_held_as_a_whole(late, n):
+    """And teaches nothing."""
+    step(n, [0.9])
+    small, _ = step(n, [0.9])
+    payload = gradckpt.codecs.encode(torch.ones(n, dtype=torch.bfloat16), "sparse")
+    _C.settle_overflow()
+    assert payload.nbytes == payload.data.numel() == 2 * n
+    assert step(n, [0.9])[0] <= small
+
+
 def test_layers_share_what_the_densest_needs(late, n):
     shares = [0.99, 0.6, 0.9]
     step(n, shares)

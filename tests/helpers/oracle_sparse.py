@@ -1,7 +1,7 @@
 """A second opinion on the payload of `sparse`, in numpy, written from docs/codecs.md.
 
-`lossless` takes its form, too. Values travel as the bits of their dtype. `room`: bytes of the payload, as a device is given them;
-None: what the values need.
+`lossless` takes its form, too. Values travel as the bits of their dtype. `room`: bytes of the
+payload, as a device is given them; None: what the values need.
 """
 
 import numpy as np

@@ -151,11 +151,11 @@ sparse_decode_kernel(const __grid_constant__ sparse_parts in, gck_dtype dtype, c
     store_words(x, first_of_lane(), w);
 }
 
-/* The payload is the tensor: all of it. */
+/* The payload is the tensor, which says nothing about the number of values. */
 static __global__ void sparse_whole_kernel(const __grid_constant__ listener to)
 {
     if (threadIdx.x == 0) {
-        report(to, false, GCK_WHOLE);
+        report(to, false);
     }
 }
 

@@ -73,8 +73,8 @@ static gck_sparse_parts parts_of(const gck_tensor *x, const void *payload)
     return gck_sparse_parts_of(payload, x->numel, x->dtype, x->room);
 }
 
-/* `groups` of one block.  The values may have changed since they were counted: no more are stored than
- * there was room for. */
+/* `groups` of one block.  The values may have changed since they were counted: those
+ * without room are not stored. */
 static int encode_block(const work *w, const void *values, int64_t block, int64_t groups)
 {
     const int last = (block + 1) * GCK_BLOCK_GROUPS * GCK_BITMAP >= (const uint8_t *)w->parts.before - w->parts.bitmap;

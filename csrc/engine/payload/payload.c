@@ -175,7 +175,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
         self->dither = first != NULL ? first->dither : *dither;
     }
     status = describe(self, in, exact);
-    dense = status == 0 && !gck_payload_room(self, &in->view) && use != GCK_FOR_USER;
+    dense = status == 0 && !gck_payload_room(self, &in->view, use == GCK_FOR_USER);
     if (status != 0 || dense || make_bytes(self, use) < 0) {
         *skip = status > 0 ? GCK_SKIP_LAYOUT : dense ? GCK_SKIP_DENSE : GCK_COMPRESS;
         goto exit;

@@ -57,13 +57,13 @@ static int64_t values_for(const gck_payload *p)
          : p->values / GCK_WHOLE * wanted + p->values % GCK_WHOLE * wanted / GCK_WHOLE;
 }
 
-int gck_payload_room(gck_payload *p, const gck_tensor *x)
+int gck_payload_room(gck_payload *p, const gck_tensor *x, int for_user)
 {
     const gck_counted *counted = p->codec->counted;
     const int late = p->device >= 0 || p->state->late_overflow != 0;
     const int64_t most = p->nbytes, all = p->values;
 
-    if (counted == NULL || all == 0 || !gck_has_values(x->data) || (late && counted->host_only)) {
+    if (counted == NULL || all == 0 || !gck_has_values(x->data) || (late && (counted->host_only || for_user))) {
         return 1;
     }
     const gck_tensor values = p->once != NULL ? gck_payload_values(p, x->data, x->stream) : *x;
@@ -73,7 +73,7 @@ int gck_payload_room(gck_payload *p, const gck_tensor *x)
         p->nbytes = most - 1;                    /* the form that says how many there are */
     }
     p->late = (uint32_t)((count * GCK_WHOLE + all - 1) / all) << GCK_OVERFLOW_BITS;
-    return p->nbytes < p->bytes_in;
+    return for_user || p->nbytes < p->bytes_in;
 }
 
 void gck_payload_room_learn(const gck_payload *p, uint32_t part)
