@@ -116,6 +116,7 @@ typedef struct {
     int64_t (*nbytes)(int64_t numel, gck_dtype dtype, int64_t values);
     /* Host: is it worth counting the values of x?  0: hardly any is zero.  NULL: always. */
     int     (*worth)(const gck_tensor *x);
+    int       always;            /* the largest payload has the same form: it begins with the numbers, too */
     int       host_only;         /* on a device its payloads have `size` */
 } gck_counted;
 

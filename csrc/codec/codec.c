@@ -190,7 +190,8 @@ static int encode_here(const gck_codec *codec, const gck_tensor *x, void *payloa
     _Atomic int status = GCK_OK;
     const work w = {codec, x, payload, NULL, how, &status, NULL};
 
-    if (gck_is_smaller(codec, x) && (status = count_into(codec, x, payload, parallel)) != GCK_OK) {
+    if (codec->counted != NULL && (codec->counted->always || gck_is_smaller(codec, x))
+        && (status = count_into(codec, x, payload, parallel)) != GCK_OK) {
         return status;
     }
     run(&w, encode_part, parallel);

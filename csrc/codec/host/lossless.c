@@ -76,13 +76,19 @@ static int has_zeros(const gck_tensor *x)
 
     for (int64_t b = 0; b < blocks; b += step) {
         const int64_t left = x->numel - b * GCK_BLOCK;
-        values += gck_count_nonzeros(x, NULL, b, b + 1);
+        values += gck_count_nonzeros(x, NULL, 0, b, b + 1);
         all += left < GCK_BLOCK ? left : GCK_BLOCK;
     }
     return values < all - all / FEW;
 }
 
-static const gck_counted counted = {gck_sparse_count, gck_sparse_place, lossless_nbytes, has_zeros, 1};
+static const gck_counted counted = {
+    .count = gck_sparse_count,
+    .place = gck_sparse_place,
+    .nbytes = lossless_nbytes,
+    .worth = has_zeros,
+    .host_only = 1,
+};
 
 const gck_codec gck_codec_lossless = {
     .name = "lossless",

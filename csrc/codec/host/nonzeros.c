@@ -7,6 +7,7 @@
 
 typedef struct {
     gck_dtype dtype;
+    int       unsigned_zeros;
     uint64_t *before;
     int64_t   sum;
 } counting;
@@ -20,7 +21,7 @@ static int count_piece(void *values, int64_t first, int64_t count, int streaming
     for (int64_t i = 0; i < count; i += GCK_BLOCK) {
         const int64_t left = count - i, n = left < GCK_BLOCK ? left : GCK_BLOCK;
         const int64_t whole = gck_groups_of(n) * GCK_GROUP;    /* a piece is padded with zeros */
-        const int64_t found = gck_count_words((const char *)values + (size_t)i * item, whole, c->dtype);
+        const int64_t found = gck_count_words((const char *)values + (size_t)i * item, whole, c->dtype, c->unsigned_zeros);
         c->sum += found;
         if (c->before != NULL) {
             c->before[(first + i) / GCK_BLOCK] = (uint64_t)found;
@@ -29,9 +30,9 @@ static int count_piece(void *values, int64_t first, int64_t count, int streaming
     return GCK_OK;
 }
 
-int64_t gck_count_nonzeros(const gck_tensor *x, uint64_t *before, int64_t first, int64_t last)
+int64_t gck_count_nonzeros(const gck_tensor *x, uint64_t *before, int unsigned_zeros, int64_t first, int64_t last)
 {
-    counting c = {x->dtype, before, 0};
+    counting c = {x->dtype, unsigned_zeros, before, 0};
 
     gck_encode_pieces(x, GCK_BLOCK, first, last, count_piece, &c);
     return c.sum;
@@ -101,8 +102,7 @@ static int encode_piece(void *values, int64_t first, int64_t count, int streamin
     return status;
 }
 
-/* A block that does not lie within the payload: NaN for each of its values. */
-static void decode_nans(const uint8_t *bitmap, int64_t runs, gck_dtype dtype, char *values)
+void gck_decode_nans(const uint8_t *bitmap, int64_t groups, gck_dtype dtype, void *values)
 {
     const size_t item = gck_itemsize(dtype);
     const uint32_t nan = gck_quiet_nan(dtype) | (dtype == GCK_F32 ? 0u : gck_quiet_nan(dtype) << 16);
@@ -112,9 +112,9 @@ static void decode_nans(const uint8_t *bitmap, int64_t runs, gck_dtype dtype, ch
     for (int i = 0; i < GCK_RUN; i++) {
         nans[i] = nan;
     }
-    for (int64_t i = 0; i < runs; i++) {
+    for (int64_t i = 0; i < 2 * groups; i++) {
         memcpy(&bits, bitmap + i * (int64_t)sizeof bits, sizeof bits);
-        gck_unpack_run(nans, item, bits, values + (size_t)(i * GCK_RUN) * item);
+        gck_unpack_run(nans, item, bits, (char *)values + (size_t)(i * GCK_RUN) * item);
     }
 }
 
@@ -127,7 +127,7 @@ static void decode_block(const work *w, char *values, int64_t block, int64_t gro
         GCK_KERNEL(unpack_nonzeros[w->dtype])(bitmap, w->parts.values + (size_t)before * gck_itemsize(w->dtype),
                                               w->parts.room - (int64_t)before, 2 * groups, values);
     } else {
-        decode_nans(bitmap, 2 * groups, w->dtype, values);
+        gck_decode_nans(bitmap, groups, w->dtype, values);
     }
 }
 
@@ -146,7 +146,7 @@ static int decode_piece(void *values, int64_t first, int64_t count, int streamin
 
 int64_t gck_sparse_count(const gck_tensor *x, void *payload, int64_t first, int64_t last)
 {
-    return gck_count_nonzeros(x, payload != NULL ? parts_of(x, payload).before : NULL, first, last);
+    return gck_count_nonzeros(x, payload != NULL ? parts_of(x, payload).before : NULL, 0, first, last);
 }
 
 int gck_sparse_place(const gck_tensor *x, void *payload)

@@ -42,7 +42,7 @@ static void sparse_decode(const void *payload, const gck_tensor *out, int64_t fi
     }
 }
 
-static const gck_counted counted = {gck_sparse_count, gck_sparse_place, gck_sparse_nbytes, NULL, 0};
+static const gck_counted counted = {.count = gck_sparse_count, .place = gck_sparse_place, .nbytes = gck_sparse_nbytes};
 
 const gck_codec gck_codec_sparse = {
     .name = "sparse",

@@ -9,28 +9,33 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 
-static inline __m128i zeros_of(const void *values, int i, gck_dtype dtype)
+static inline __m128i zeros_of(const void *values, int i, gck_dtype dtype, int unsigned_zeros)
 {
-    const __m128i v = _mm_loadu_si128((const __m128i *)values + i), zero = _mm_setzero_si128();
+    const __m128i loaded = _mm_loadu_si128((const __m128i *)values + i), zero = _mm_setzero_si128();
+    const __m128i v = !unsigned_zeros ? loaded
+                    : dtype == GCK_F32 ? _mm_slli_epi32(loaded, 1) : _mm_slli_epi16(loaded, 1);
 
     return dtype == GCK_F32 ? _mm_cmpeq_epi32(v, zero) : _mm_cmpeq_epi16(v, zero);
 }
 
-uint64_t gck_nonzeros_of(const void *values, gck_dtype dtype)
+uint64_t gck_nonzeros_of(const void *values, gck_dtype dtype, int unsigned_zeros)
 {
+    const int each = dtype == GCK_F32 ? 4 : 2;
     uint64_t zeros = 0;
+    __m128i v[4];
 
     for (int i = 0; i < 4; i++) {
-        const __m128i words = dtype == GCK_F32
-            ? _mm_packs_epi16(_mm_packs_epi32(zeros_of(values, 4 * i, dtype), zeros_of(values, 4 * i + 1, dtype)),
-                              _mm_packs_epi32(zeros_of(values, 4 * i + 2, dtype), zeros_of(values, 4 * i + 3, dtype)))
-            : _mm_packs_epi16(zeros_of(values, 2 * i, dtype), zeros_of(values, 2 * i + 1, dtype));
+        for (int k = 0; k < each; k++) {
+            v[k] = zeros_of(values, each * i + k, dtype, unsigned_zeros);
+        }
+        const __m128i words = each == 2 ? _mm_packs_epi16(v[0], v[1])
+                                        : _mm_packs_epi16(_mm_packs_epi32(v[0], v[1]), _mm_packs_epi32(v[2], v[3]));
         zeros |= (uint64_t)(uint32_t)_mm_movemask_epi8(words) << (16 * i);
     }
     return ~zeros;
 }
 
-int64_t gck_count_words(const void *values, int64_t count, gck_dtype dtype)
+int64_t gck_count_words(const void *values, int64_t count, gck_dtype dtype, int unsigned_zeros)
 {
     const int n = (int)(count * (int64_t)gck_itemsize(dtype) / (int64_t)sizeof(__m128i));
     __m128i zeros[2] = {_mm_setzero_si128(), _mm_setzero_si128()};
@@ -39,7 +44,7 @@ int64_t gck_count_words(const void *values, int64_t count, gck_dtype dtype)
 
     for (int i = 0; i < n; i += 2) {                           /* of words, each up to 1024: -1 for a zero */
         for (int k = 0; k < 2; k++) {
-            const __m128i found = zeros_of(values, i + k, dtype);
+            const __m128i found = zeros_of(values, i + k, dtype, unsigned_zeros);
             zeros[k] = dtype == GCK_F32 ? _mm_sub_epi32(zeros[k], found) : _mm_sub_epi16(zeros[k], found);
         }
     }
@@ -53,15 +58,15 @@ int64_t gck_count_words(const void *values, int64_t count, gck_dtype dtype)
 #else
 
 /* The sign bits of the words in w that are not zero: two words of 32 bits, or four of 16. */
-static inline uint64_t signs_of_nonzeros(uint64_t w, uint64_t rest)
+static inline uint64_t signs_of_nonzeros(uint64_t w, uint64_t rest, int unsigned_zeros)
 {
-    return (((w & rest) + rest) | w) & ~rest;
+    return (((w & rest) + rest) | (unsigned_zeros ? 0 : w)) & ~rest;
 }
 
 enum { WORDS_OF_64 = 64 };
 static const uint64_t rest32 = 0x7FFFFFFF7FFFFFFFu, rest16 = 0x7FFF7FFF7FFF7FFFu;
 
-uint64_t gck_nonzeros_of(const void *values, gck_dtype dtype)
+uint64_t gck_nonzeros_of(const void *values, gck_dtype dtype, int unsigned_zeros)
 {
     const char *at = values;
     uint64_t bits = 0, w;
@@ -69,20 +74,20 @@ uint64_t gck_nonzeros_of(const void *values, gck_dtype dtype)
     if (dtype == GCK_F32) {
         for (int i = 0; i < WORDS_OF_64; i += 2, at += sizeof w) {
             memcpy(&w, at, sizeof w);
-            w = signs_of_nonzeros(w, rest32);
+            w = signs_of_nonzeros(w, rest32, unsigned_zeros);
             bits |= ((w >> 31 & 1u) | w >> 62) << i;
         }
         return bits;
     }
     for (int i = 0; i < WORDS_OF_64; i += 4, at += sizeof w) {
         memcpy(&w, at, sizeof w);
-        w = signs_of_nonzeros(w, rest16) >> 15;
+        w = signs_of_nonzeros(w, rest16, unsigned_zeros) >> 15;
         bits |= (w * 0x0001000200040008u >> 48 & 15u) << i;    /* bits 0, 16, 32, 48 side by side */
     }
     return bits;
 }
 
-int64_t gck_count_words(const void *values, int64_t count, gck_dtype dtype)
+int64_t gck_count_words(const void *values, int64_t count, gck_dtype dtype, int unsigned_zeros)
 {
     const char *at = values;
     uint64_t sum = 0, w;
@@ -90,13 +95,13 @@ int64_t gck_count_words(const void *values, int64_t count, gck_dtype dtype)
     if (dtype == GCK_F32) {
         for (int64_t i = 0; i < count; i += 2, at += sizeof w) {
             memcpy(&w, at, sizeof w);
-            sum += signs_of_nonzeros(w, rest32) >> 31;         /* two sums side by side */
+            sum += signs_of_nonzeros(w, rest32, unsigned_zeros) >> 31;         /* two sums side by side */
         }
         return (int64_t)((sum & 0xFFFFFFFFu) + (sum >> 32));
     }
     for (int64_t i = 0; i < count; i += 4, at += sizeof w) {
         memcpy(&w, at, sizeof w);
-        sum += signs_of_nonzeros(w, rest16) >> 15;             /* four */
+        sum += signs_of_nonzeros(w, rest16, unsigned_zeros) >> 15;             /* four */
     }
     return (int64_t)((sum & 0xFFFFu) + (sum >> 16 & 0xFFFFu) + (sum >> 32 & 0xFFFFu) + (sum >> 48));
 }
@@ -112,7 +117,7 @@ static int64_t pack(const void *x, gck_dtype dtype, int64_t runs, uint8_t *bitma
     int64_t at = 0;
 
     for (int64_t i = 0; i < runs; i++, values += GCK_RUN * item) {
-        const uint64_t bits = gck_nonzeros_of(values, dtype);
+        const uint64_t bits = gck_nonzeros_of(values, dtype, 0);
         const int count = gck_popcount(bits);
         if (count > room - at) {
             return -1;

@@ -6,11 +6,11 @@
 
 enum { GCK_RUN = 64 };             /* values whose bits are one word */
 
-/* Bit i: the bits of value i of 64 are not all zero. */
-uint64_t gck_nonzeros_of(const void *values, gck_dtype dtype);
+/* Bit i: the bits of value i of 64 are not all zero.  unsigned_zeros: the sign bit does not count. */
+uint64_t gck_nonzeros_of(const void *values, gck_dtype dtype, int unsigned_zeros);
 
 /* How many of `count` values, a multiple of 128 up to GCK_BLOCK, are not zero. */
-int64_t gck_count_words(const void *values, int64_t count, gck_dtype dtype);
+int64_t gck_count_words(const void *values, int64_t count, gck_dtype dtype, int unsigned_zeros);
 
 /* Without an instruction for it, which not every x86-64 has, and faster than gcc's table. */
 static inline int gck_popcount(uint64_t bits)
