@@ -1,7 +1,9 @@
 """`sparse`: every bit comes back, in as many bytes as the values that are not zero need."""
 
 import ctypes
+import gc
 import mmap
+import sys
 
 import numpy as np
 import oracle_sparse as oracle
@@ -341,6 +343,19 @@ def test_gradients_are_bit_equal(dtype, fake_quantize):
     assert gradckpt.stats()["compressed"] >= 1
     for a, b in zip(*(torch.autograd.grad(y, [x, *weights]) for y in (plain, mine)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_an_argument_that_is_refused_twice_keeps_its_references():
+    x = torch.randn(300, requires_grad=True) * 1
+    config = {"codec": "sparse", "min_numel": 0}
+    before = sys.getrefcount(x)
+    for _ in range(5):
+        y = gradckpt.checkpoint(lambda *, a, b: (a * b[0] * b[1]).sin(), a=x, b=[x, x], compress=config)
+        (g,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(g, torch.autograd.grad((x * x * x).sin().sum(), x)[0])
+    del y
+    gc.collect()
+    assert sys.getrefcount(x) == before
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -73,7 +73,7 @@ int gck_payload_room(gck_payload *p, const gck_tensor *x, int for_user)
         p->nbytes = most - 1;                    /* the form that says how many there are */
     }
     p->late = (uint32_t)((count * GCK_WHOLE + all - 1) / all) << GCK_OVERFLOW_BITS;
-    return for_user || p->nbytes < p->bytes_in;
+    return for_user || counted->host_only || p->nbytes < p->bytes_in;
 }
 
 void gck_payload_room_learn(const gck_payload *p, uint32_t part)
