@@ -5,6 +5,7 @@ import gc
 import mmap
 import sys
 
+import codec_oracle
 import numpy as np
 import oracle_sparse as oracle
 import pytest
@@ -175,7 +176,8 @@ def test_kernels_stay_within_the_room(host_kernels, isa, size):
 class OnDevice:
     """One tensor and a payload of so many bytes, with a margin that no kernel may touch."""
 
-    def __init__(self, kernels, bits, dtype, room, layout=None):
+    def __init__(self, kernels, bits, dtype, room, layout=None, codec="sparse"):
+        self.codec, self.oracle = codec, codec_oracle.oracle_of(codec)
         self.kernels, self.layout, self.room = kernels, layout or Layout(bits.size, dtype), room
         self.source, self.payload = self.layout.memory(), aligned(room + 64)
         self.layout.values(self.source)[self.layout.where] = bits
@@ -189,7 +191,7 @@ class OnDevice:
         """The payload, and what the device says: (overflow, part of all values)."""
         word = self.kernels.library.gck_overflow_take(1)
         ctypes.c_uint32.from_address(word).value = 0
-        assert self.kernels.encode("sparse", self.tensor(self.source), self.payload, word) == 0
+        assert self.kernels.encode(self.codec, self.tensor(self.source), self.payload, word) == 0
         said = ctypes.c_uint32.from_address(word).value
         self.kernels.library.gck_overflow_give(word)
         assert (self.payload[self.room :] == oracle.FILL).all()
@@ -198,9 +200,9 @@ class OnDevice:
     def decode(self):
         out = self.layout.memory()
         expected = out.copy()
-        wanted = oracle.decode("sparse", self.payload[: self.room], self.layout.n, self.layout.dtype)
+        wanted = self.oracle.decode(self.codec, self.payload[: self.room], self.layout.n, self.layout.dtype)
         self.layout.values(expected)[self.layout.where] = wanted
-        self.kernels.decode("sparse", self.payload, self.tensor(out))
+        self.kernels.decode(self.codec, self.payload, self.tensor(out))
         assert_same(out, expected, "decoded")
         return self.layout.values(out)[self.layout.where]
 

@@ -229,7 +229,7 @@ class DeviceKernels:
         gxx = shutil.which("g++")
         if gxx is None:
             pytest.skip("g++ not found: the CUDA emulation is C++")
-        names = ["cast", "mask", "lossless", "overflow", "raw", "sparse"]
+        names = ["cast", "mask", "lossless", "overflow", "raw", "sparse", "sparse_int8"]
         flags = [*CXX_FLAGS, f"-DEMULATED_ARCH={arch}"]
         commands = [[gxx, *flags, "-c", source(f"{n}.cu"), "-o", folder / f"{n}.cu.o"] for n in names]
         c = [gxx.replace("g++", "gcc"), *C_FLAGS, "-DGCK_WITH_CUDA=1", f"-I{CSRC}", "-c", source("overflow.c"), "-o"]

@@ -1,97 +1,12 @@
-/* sparse.cu: device kernels of sparse: sparse.h is the format.
- *
- * A block of threads is a block of the format.  Three launches in a row: bitmaps and the number of
- * each block; places, by one block; values.  So nothing is allocated and no block waits for another,
- * and the second read of the values is mostly from L2. */
-#include "codec/format/sparse.h"
-#include "codec/cuda/block_scan.cuh"
-#include "codec/cuda/lane_io.cuh"
-#include "codec/cuda/overflow.cuh"
-
-static_assert(GROUPS_PER_BLOCK == GCK_BLOCK_GROUPS, "a block of threads is a block of the format");
+/* sparse.cu: device kernels of sparse: sparse.h is the format, nonzeros.cuh makes bitmaps and places. */
+#include "codec/cuda/nonzeros.cuh"
 
 extern "C" int gck_raw_encode_cuda(const gck_tensor *x, void *const *payloads, const gck_how *how, int n);
 extern "C" int gck_raw_decode_cuda(const void *const *payloads, const gck_tensor *out, int n);
 
-typedef gck_sparse_parts sparse_parts;
-
-/* Values of words of type T in the registers of a lane. */
-template <typename T> struct lane_words {
-    enum { N = VALUES * (int)sizeof(T) / 4 };
-};
-
-/* Bit j: value j of this lane is not zero. */
-template <typename T, int N>
-GCK_LANE_FN uint32_t nonzeros_of_lane(const uint32_t (&w)[N])
-{
-    uint32_t bits = 0;
-
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-        if (sizeof(T) == 4) {
-            bits |= (uint32_t)(w[k] != 0) << k;
-        } else {
-            bits |= (uint32_t)((w[k] & 0xFFFFu) != 0) << (2 * k) | (uint32_t)(w[k] >> 16 != 0) << (2 * k + 1);
-        }
-    }
-    return bits;
-}
-
-/* Where the bitmap of this lane's values is, or NULL: their group does not exist. */
-GCK_LANE_FN uint16_t *bits_of_lane(const sparse_parts &payload, int64_t numel)
-{
-    const int64_t i = first_of_lane();
-
-    return i < gck_groups_of(numel) * GCK_GROUP ? (uint16_t *)(void *)(payload.bitmap + i / 8) : NULL;
-}
-
 template <typename T, typename VIEW>
 static __global__ void __launch_bounds__(THREADS)
-sparse_bitmap_kernel(const __grid_constant__ VIEW x, const __grid_constant__ sparse_parts out)
-{
-    __shared__ uint32_t of_warp[SCAN_WARPS];
-    uint32_t w[lane_words<T>::N], all;
-    uint16_t *bitmap = bits_of_lane(out, x.numel);
-
-    load_words(x, first_of_lane(), w);
-    const uint32_t bits = nonzeros_of_lane<T>(w);
-    if (bitmap != NULL) {
-        *bitmap = (uint16_t)bits;
-    }
-    sum_before((uint32_t)__popc(bits), of_warp, &all);
-    if (threadIdx.x == 0) {
-        out.before[blockIdx.x] = all;
-    }
-}
-
-/* One block: each thread adds some numbers that lie side by side, then the next THREADS x EACH. */
-static __global__ void __launch_bounds__(THREADS)
-sparse_places_kernel(uint64_t *before, int64_t blocks)
-{
-    constexpr int EACH = 16;
-    __shared__ uint32_t of_warp[SCAN_WARPS];
-    uint64_t sum = 0;
-
-    for (int64_t first = 0; first < blocks; first += THREADS * EACH) {
-        const int64_t mine = first + (int)threadIdx.x * EACH;
-        uint32_t numbers = 0, all;
-        for (int k = 0; k < EACH; k++) {
-            numbers += mine + k < blocks ? (uint32_t)before[mine + k] : 0u;
-        }
-        uint64_t at = sum + sum_before(numbers, of_warp, &all);
-        for (int k = 0; k < EACH && mine + k < blocks; k++) {
-            const uint64_t number = before[mine + k];
-            before[mine + k] = at;
-            at += number;
-        }
-        sum += all;
-        __syncthreads();
-    }
-}
-
-template <typename T, typename VIEW>
-static __global__ void __launch_bounds__(THREADS)
-sparse_values_kernel(const __grid_constant__ VIEW x, const __grid_constant__ sparse_parts out,
+sparse_values_kernel(const __grid_constant__ VIEW x, const __grid_constant__ nonzeros_parts out,
                      const __grid_constant__ listener to)
 {
     __shared__ T values[GCK_BLOCK];
@@ -100,16 +15,9 @@ sparse_values_kernel(const __grid_constant__ VIEW x, const __grid_constant__ spa
     uint32_t w[lane_words<T>::N], all;
 
     load_words(x, first_of_lane(), w);
-    const uint32_t bits = nonzeros_of_lane<T>(w);
-    uint32_t at = sum_before((uint32_t)__popc(bits), of_warp, &all);
+    const uint32_t bits = nonzeros_of_lane<T, false>(w);
+    pack_lane(w, bits, sum_before((uint32_t)__popc(bits), of_warp, &all), values);
     const bool fits = gck_sparse_fits(before, all, out.room);
-#pragma unroll
-    for (int j = 0; j < VALUES; j++) {
-        if (bits >> j & 1u) {
-            values[at++] = (T)(sizeof(T) == 4 ? w[j * lane_words<T>::N / VALUES]
-                                              : w[j * lane_words<T>::N / VALUES] >> (j % 2 * 16));
-        }
-    }
     __syncthreads();
     for (uint32_t i = threadIdx.x; fits && i < all; i += THREADS) {
         ((T *)(void *)out.values)[before + i] = values[i];
@@ -122,7 +30,7 @@ sparse_values_kernel(const __grid_constant__ VIEW x, const __grid_constant__ spa
 
 template <typename T, typename VIEW>
 static __global__ void __launch_bounds__(THREADS)
-sparse_decode_kernel(const __grid_constant__ sparse_parts in, gck_dtype dtype, const __grid_constant__ VIEW x)
+sparse_decode_kernel(const __grid_constant__ nonzeros_parts in, gck_dtype dtype, const __grid_constant__ VIEW x)
 {
     __shared__ T values[GCK_BLOCK];
     __shared__ uint32_t of_warp[SCAN_WARPS];
@@ -130,24 +38,14 @@ sparse_decode_kernel(const __grid_constant__ sparse_parts in, gck_dtype dtype, c
     const uint16_t *bitmap = bits_of_lane(in, x.numel);
     const uint32_t bits = bitmap != NULL ? *bitmap : 0u;
     uint32_t w[lane_words<T>::N], all;
-    uint32_t at = sum_before((uint32_t)__popc(bits), of_warp, &all);
+    const uint32_t at = sum_before((uint32_t)__popc(bits), of_warp, &all);
     const bool fits = gck_sparse_fits(before, all, in.room);
 
     for (uint32_t i = threadIdx.x; i < all; i += THREADS) {
         values[i] = fits ? ((const T *)(void *)in.values)[before + i] : (T)gck_quiet_nan(dtype);
     }
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < lane_words<T>::N; k++) {
-        w[k] = 0;
-    }
-#pragma unroll
-    for (int j = 0; j < VALUES; j++) {
-        if (bits >> j & 1u) {
-            const uint32_t value = values[at++];
-            w[j * lane_words<T>::N / VALUES] |= sizeof(T) == 4 ? value : value << (j % 2 * 16);
-        }
-    }
+    unpack_lane(values, bits, at, w);
     store_words(x, first_of_lane(), w);
 }
 
@@ -162,7 +60,7 @@ static __global__ void sparse_whole_kernel(const __grid_constant__ listener to)
 /* ---- launchers ---- */
 
 /* The parts of the payload of t.  1: it is the tensor; 0; or an error. */
-static int parts_of(const gck_tensor *t, const void *payload, sparse_parts *parts)
+static int parts_of(const gck_tensor *t, const void *payload, nonzeros_parts *parts)
 {
     if (t->room == 0 || t->room >= t->numel * (int64_t)gck_itemsize(t->dtype)) {
         return 1;
@@ -172,15 +70,14 @@ static int parts_of(const gck_tensor *t, const void *payload, sparse_parts *part
 }
 
 template <typename T, typename VIEW>
-static void launch_encode(const VIEW &x, const sparse_parts &parts, const listener &to, cudaStream_t stream)
+static void launch_encode(const VIEW &x, const nonzeros_parts &parts, const listener &to, cudaStream_t stream)
 {
-    GCK_LAUNCH((sparse_bitmap_kernel<T, VIEW>), grid_of(x.numel), THREADS, stream, x, parts);
-    GCK_LAUNCH(sparse_places_kernel, 1, THREADS, stream, parts.before, gck_blocks_of(x.numel));
+    launch_places<T, false>(x, parts, stream);
     GCK_LAUNCH((sparse_values_kernel<T, VIEW>), grid_of(x.numel), THREADS, stream, x, parts, to);
 }
 
 template <typename T, typename VIEW>
-static void launch_decode(const sparse_parts &parts, gck_dtype dtype, const VIEW &x, cudaStream_t stream)
+static void launch_decode(const nonzeros_parts &parts, gck_dtype dtype, const VIEW &x, cudaStream_t stream)
 {
     GCK_LAUNCH((sparse_decode_kernel<T, VIEW>), grid_of(x.numel), THREADS, stream, parts, dtype, x);
 }
@@ -189,7 +86,7 @@ template <typename T>
 static int encode_as(const gck_tensor *t, void *payload, const gck_how *how)
 {
     const cudaStream_t stream = (cudaStream_t)t->stream;
-    sparse_parts parts;
+    nonzeros_parts parts;
     listener to;
     const int whole = parts_of(t, payload, &parts), status = whole < 0 ? whole : listen(how, stream, &to);
 
@@ -206,7 +103,7 @@ static int encode_as(const gck_tensor *t, void *payload, const gck_how *how)
 template <typename T>
 static int decode_as(const void *payload, const gck_tensor *t)
 {
-    sparse_parts parts;
+    nonzeros_parts parts;
     const int whole = parts_of(t, payload, &parts);
 
     return whole < 0 ? whole : whole != 0 ? gck_raw_decode_cuda(&payload, t, 1)
