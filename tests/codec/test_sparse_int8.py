@@ -114,7 +114,9 @@ def same(device_kernels):
         device = OnDevice(device_kernels, bits, dtype, room, layout, "sparse_int8")
         want, wanted_fits = oracle.encode("sparse_int8", bits, dtype, room)
         payload, (answer, part) = device.encode()
-        written = slice(None) if not fits else slice(oracle.nbytes_of(np.count_nonzero(oracle.nonzeros(bits)), bits.size))
+        written = (
+            slice(None) if not fits else slice(oracle.nbytes_of(np.count_nonzero(oracle.nonzeros(bits)), bits.size))
+        )
         assert_same(payload[written], want[written], "payload")
         assert (answer, wanted_fits) == (OVERFLOW_NONE if fits else OVERFLOW_FOUND, fits)
         assert part == -(-np.count_nonzero(oracle.nonzeros(bits)) * 65536 // bits.size)

@@ -21,7 +21,8 @@ static int count_piece(void *values, int64_t first, int64_t count, int streaming
     for (int64_t i = 0; i < count; i += GCK_BLOCK) {
         const int64_t left = count - i, n = left < GCK_BLOCK ? left : GCK_BLOCK;
         const int64_t whole = gck_groups_of(n) * GCK_GROUP;    /* a piece is padded with zeros */
-        const int64_t found = gck_count_words((const char *)values + (size_t)i * item, whole, c->dtype, c->unsigned_zeros);
+        const char *block = (const char *)values + (size_t)i * item;
+        const int64_t found = gck_count_words(block, whole, c->dtype, c->unsigned_zeros);
         c->sum += found;
         if (c->before != NULL) {
             c->before[(first + i) / GCK_BLOCK] = (uint64_t)found;

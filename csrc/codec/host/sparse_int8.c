@@ -30,7 +30,9 @@ static int64_t nbytes_of(int64_t numel, gck_dtype dtype, int64_t values)
 
 static gck_sparse_parts parts_of(const gck_tensor *x, const void *payload)
 {
-    return gck_sparse_int8_parts_of(payload, x->numel, x->room != 0 ? x->room : nbytes_of(x->numel, x->dtype, x->numel));
+    const int64_t most = nbytes_of(x->numel, x->dtype, x->numel);
+
+    return gck_sparse_int8_parts_of(payload, x->numel, x->room != 0 ? x->room : most);
 }
 
 static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -63,6 +65,21 @@ static void keep_signs(const void *values, gck_dtype dtype, int64_t count, uint8
     }
 }
 
+/* The bitmap of a block, and its values one after the other: how many. */
+static int64_t pack_values(const char *values, gck_dtype dtype, int64_t runs, uint8_t *bitmap, char *to)
+{
+    const size_t item = gck_itemsize(dtype);
+    int64_t count = 0;
+
+    for (int64_t i = 0; i < runs; i++, values += GCK_RUN * item) {
+        const uint64_t bits = gck_nonzeros_of(values, dtype, 1);
+        memcpy(bitmap + i * (int64_t)sizeof bits, &bits, sizeof bits);
+        gck_pack_run(values, item, bits, to + (size_t)count * item);
+        count += gck_popcount(bits);
+    }
+    return count;
+}
+
 static int encode_block(const work *w, const char *values, int64_t block, int64_t groups, block_buffer *b)
 {
     const size_t item = gck_itemsize(w->dtype);
@@ -70,13 +87,11 @@ static int encode_block(const work *w, const char *values, int64_t block, int64_
     const int64_t most = (block + 1 < w->blocks ? (int64_t)w->parts.before[block + 1] : w->parts.room) - before;
     uint8_t *bitmap = w->parts.bitmap + block * GCK_BLOCK_GROUPS * GCK_BITMAP;
     uint8_t *to = w->parts.values + gck_packed_place(before, block);
-    int64_t count = 0;
+    /* faster: of sparse, for which -0 is a value; then they are more than were counted */
+    int64_t count = GCK_KERNEL(pack_nonzeros[w->dtype])(values, 2 * groups, bitmap, b->values, GCK_BLOCK);
 
-    for (int64_t i = 0; i < 2 * groups; i++, values += GCK_RUN * item) {
-        const uint64_t bits = gck_nonzeros_of(values, w->dtype, 1);
-        memcpy(bitmap + i * (int64_t)sizeof bits, &bits, sizeof bits);
-        gck_pack_run(values, item, bits, b->values + (size_t)count * item);
-        count += gck_popcount(bits);
+    if (count != most) {
+        count = pack_values(values, w->dtype, 2 * groups, bitmap, b->values);
     }
     if (count > most) {
         return GCK_E_OVERFLOW;                     /* the values have changed since they were counted */
@@ -117,12 +132,9 @@ static void keep_values(void *values, gck_dtype dtype, int64_t count, const uint
 
 static void decode_block(const work *w, char *values, int64_t block, int64_t groups, block_buffer *b)
 {
-    const size_t item = gck_itemsize(w->dtype);
     const uint8_t *bitmap = w->parts.bitmap + block * GCK_BLOCK_GROUPS * GCK_BITMAP;
     const uint64_t before = w->parts.before[block];
     const int64_t count = gck_count_bits(bitmap, groups);
-    const char *packed = b->values;
-    uint64_t bits;
 
     if (!gck_sparse_fits(before, count, w->parts.room)) {
         gck_decode_nans(bitmap, groups, w->dtype, values);
@@ -140,11 +152,7 @@ static void decode_block(const work *w, char *values, int64_t block, int64_t gro
     }
     GCK_KERNEL(decode[GCK_INT8_PLAIN][w->dtype])(b->codes, b->side, gck_groups_of(count), b->values, 0, 0);
     keep_values(b->values, w->dtype, count, b->codes);
-    for (int64_t i = 0; i < 2 * groups; i++, values += GCK_RUN * item) {
-        memcpy(&bits, bitmap + i * (int64_t)sizeof bits, sizeof bits);
-        gck_unpack_run(packed, item, bits, values);
-        packed += (size_t)gck_popcount(bits) * item;
-    }
+    GCK_KERNEL(unpack_nonzeros[w->dtype])(bitmap, b->values, GCK_BLOCK, 2 * groups, values);
 }
 
 static int encode_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx)

@@ -13,8 +13,8 @@
 int gck_is_sized_late(const gck_payload *p);
 
 /* Set p->nbytes for the values of x, the original.  0 when that is no less than what the original
- * takes; 1 otherwise, and for other codecs (lossless may always be larger than tiny tensors).  for_user: the payload holds any values, so it has the
- * largest size on a device. */
+ * takes; 1 otherwise, and for other codecs (lossless may be larger than a tiny tensor).  for_user: the
+ * payload holds any values, so it has the largest size on a device. */
 int gck_payload_room(gck_payload *p, const gck_tensor *x, int for_user);
 
 /* Learn from the answer of a device: the part of all values that p needs. */
