@@ -209,7 +209,7 @@ static int decode(const void *const *p, const gck_tensor *out, int n)
     return p[0] != out[0].data ? 98 : device(out, n);
 }
 #define DEFINE(_, name, id, ...)                                                                               \\
-    const gck_codec gck_codec_##name = {#name, "", GCK_BIT(GCK_BF16), 0.0, {{0, 0, 0}}, 128, id == 1, 0,        \\
+    const gck_codec gck_codec_##name = {#name, "", GCK_BIT(GCK_BF16), 0.0, {{0, 0, 0}}, NULL, 128, id == 1, 0,       \\
                                         encode_host, decode_host, encode, decode};
 GCK_CODECS(DEFINE, DEFINE, _)
 int run(const gck_tensor *x, void *const *payloads, const gck_how *how, int n, int decodes)
