@@ -52,6 +52,7 @@ typedef struct {
     gck_dtype      dtype;
     int            device;       /* -1: host memory; else the CUDA device index   */
     void          *stream;       /* cudaStream_t of that device; NULL on the host */
+    int64_t        room;         /* bytes of its payload, of a codec whose size depends on the values; 0: the most */
 } gck_tensor;
 
 /* 1 when these strides are the contiguous order; then a gck_tensor's may be NULL. */
@@ -100,6 +101,13 @@ typedef struct {
 } gck_how;
 enum { GCK_OVERFLOW_PENDING = 0, GCK_OVERFLOW_NONE = 1, GCK_OVERFLOW_FOUND = 2 };
 
+/* Above those two bits a codec whose size depends on the values says how many of them its payload
+ * holds, or would hold: the part of all, in units of 2^-16, rounded up. */
+enum { GCK_OVERFLOW_BITS = 2, GCK_WHOLE = 1 << 16 };
+
+static inline uint32_t gck_overflow_answer(uint32_t word) { return word & ((1u << GCK_OVERFLOW_BITS) - 1u); }
+static inline uint32_t gck_overflow_part(uint32_t word) { return word >> GCK_OVERFLOW_BITS; }
+
 /* A payload: two arrays.  Codes grow with the values, and of a 16-bit dtype are exactly half of them (int8) or
  * less; scales are small, and one allocation may hold those of many payloads.  `scales` is NULL where the codec
  * has none. */
@@ -116,7 +124,23 @@ typedef struct {
 /* Bytes of both. */
 typedef struct {
     int64_t codes, scales;
-} gck_room;
+} gck_lengths;
+
+/* Of a codec whose size depends on the values: it stores one by one those that are not zero, a
+ * number of values that gck_count() counts. */
+typedef struct {
+    /* Host: how many such values units [first, last) have.  payload: a number for each unit is
+     * written there, too, for place(); or NULL. */
+    int64_t (*count)(const gck_tensor *x, void *payload, int64_t first, int64_t last);
+    /* From numbers to places.  GCK_OK, or GCK_E_OVERFLOW when x->room is too little. */
+    int     (*place)(const gck_tensor *x, void *payload);
+    /* Bytes of a payload of so many values: at most `size`. */
+    int64_t (*nbytes)(int64_t numel, gck_dtype dtype, int64_t values);
+    /* Host: is it worth counting the values of x?  0: hardly any is zero.  NULL: always. */
+    int     (*worth)(const gck_tensor *x);
+    int       always;            /* the largest payload has the same form: it begins with the numbers, too */
+    int       host_only;         /* on a device its payloads have `size` */
+} gck_counted;
 
 /* The description of a codec.  One per line of codec/format/codecs.h. */
 typedef struct {
@@ -125,6 +149,7 @@ typedef struct {
     uint32_t    dtypes;        /* set of GCK_BIT(dtype) it accepts              */
     double      max_error;     /* |x - x'| / absmax of x's group; 0: bit-exact  */
     gck_size    size[GCK_NDTYPES];
+    const gck_counted *counted; /* NULL: the size does not depend on the values */
     int64_t     unit;          /* values per independent unit of host work      */
     int         stochastic;    /* accepts a gck_dither                          */
     int         may_overflow;  /* may return GCK_E_OVERFLOW                     */
@@ -146,22 +171,30 @@ int              gck_codec_id(const gck_codec *codec);
 
 /* Exact size of the payload of x, for a dtype that the codec takes: of both arrays, and their sum.  Only numel,
  * dtype and shape count. */
-gck_room gck_room_of(const gck_codec *codec, const gck_tensor *x);
+gck_lengths gck_lengths_of(const gck_codec *codec, const gck_tensor *x);
 int64_t  gck_nbytes(const gck_codec *codec, const gck_tensor *x);
 
 /* The arrays in one buffer: the scales follow the codes. */
-static inline gck_bytes gck_in_one(void *buffer, gck_room room)
+static inline gck_bytes gck_in_one(void *buffer, gck_lengths lengths)
 {
-    return (gck_bytes){buffer, room.scales > 0 ? (char *)buffer + room.codes : NULL};
+    return (gck_bytes){buffer, lengths.scales > 0 ? (char *)buffer + lengths.codes : NULL};
 }
+
+/* Where it does (codec->counted): how many values of x in host memory the payload will hold, for
+ * codec->counted->nbytes(); -1: it is not worth counting, and the payload gets the largest size. */
+int64_t gck_count(const gck_codec *codec, const gck_tensor *x, gck_parallel_for *parallel);
+
+/* 1 when x->room says that its payload is smaller than the largest one. */
+int gck_is_smaller(const gck_codec *codec, const gck_tensor *x);
 
 /* The part of the size that grows with numel, scales included, in bits per value. */
 double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype);
 
 /* Write the payload of x, or the values of a payload.  Host work is finished on return; device
  * work is queued on x->stream (out->stream) and never waited for.
- * Both arrays are as long as gck_room_of() says; codes are aligned to GCK_PAYLOAD_ALIGNMENT, scales
+ * Both arrays are as long as gck_lengths_of() says; codes are aligned to GCK_PAYLOAD_ALIGNMENT, scales
  * to GCK_SCALES_ALIGNMENT.
+ * (Of codes x->room or out->room bytes, where that is not 0.)
  * x is never written.  out has the shape of the tensor that was encoded, dense or strided without overlap.
  * how: NULL rounds to nearest.  After GCK_E_OVERFLOW the payload's contents are undefined. */
 int gck_encode(const gck_codec *codec, const gck_tensor *x, gck_bytes to, const gck_how *how,

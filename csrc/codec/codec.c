@@ -51,20 +51,20 @@ int gck_codec_id(const gck_codec *codec) { return codecs[gck_codec_index(codec)]
 
 static int64_t ceil_div(int64_t n, int64_t by) { return n / by + (n % by != 0); }
 
-gck_room gck_room_of(const gck_codec *codec, const gck_tensor *x)
+gck_lengths gck_lengths_of(const gck_codec *codec, const gck_tensor *x)
 {
     const gck_size size = codec->size[x->dtype];
     const int64_t groups = ceil_div(x->numel, GCK_GROUP), row = gck_row(x);
 
-    return (gck_room){size.value * x->numel + size.group * groups + size.block * ceil_div(x->numel, GCK_BLOCK),
+    return (gck_lengths){size.value * x->numel + size.group * groups + size.block * ceil_div(x->numel, GCK_BLOCK),
                       size.scales * groups + (row > 0 ? size.row * (x->numel / row) : 0)};
 }
 
 int64_t gck_nbytes(const gck_codec *codec, const gck_tensor *x)
 {
-    const gck_room room = gck_room_of(codec, x);
+    const gck_lengths lengths = gck_lengths_of(codec, x);
 
-    return room.codes + room.scales;
+    return lengths.codes + lengths.scales;
 }
 
 double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype)
@@ -72,6 +72,11 @@ double gck_bits_per_value(const gck_codec *codec, gck_dtype dtype)
     const gck_size size = codec->size[dtype];
 
     return 8.0 * size.value + 8.0 * (size.group + size.scales) / GCK_GROUP + 8.0 * size.block / GCK_BLOCK;
+}
+
+int gck_is_smaller(const gck_codec *codec, const gck_tensor *x)
+{
+    return codec->counted != NULL && x->room != 0 && x->room < gck_nbytes(codec, x);
 }
 
 /* Codecs are defined on IEEE arithmetic: a program that flushes subnormals
@@ -121,6 +126,7 @@ typedef struct {
     gck_bytes         payload;                /* only read when decoding       */
     const gck_how    *how;
     _Atomic int      *status;                 /* parts that fail store the same status */
+    _Atomic int64_t  *values;                 /* when counting                 */
 } work;
 
 static void encode_part(int64_t first, int64_t last, void *ctx)
@@ -144,6 +150,13 @@ static void decode_part(int64_t first, int64_t last, void *ctx)
     set_control(saved);
 }
 
+static void count_part(int64_t first, int64_t last, void *ctx)
+{
+    const work *w = ctx;
+
+    atomic_fetch_add(w->values, w->codec->counted->count(w->tensor, w->payload.codes, first, last));
+}
+
 static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
 {
     const int64_t unit = w->codec->unit, numel = w->tensor->numel;
@@ -156,20 +169,46 @@ static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
     }
 }
 
+int64_t gck_count(const gck_codec *codec, const gck_tensor *x, gck_parallel_for *parallel)
+{
+    _Atomic int64_t values = 0;
+    const work w = {codec, x, {NULL, NULL}, NULL, NULL, &values};
+
+    if (codec->counted->worth != NULL && !codec->counted->worth(x)) {
+        return -1;
+    }
+    run(&w, count_part, parallel);
+    return values;
+}
+
+/* A payload smaller than the largest begins with the numbers of its values. */
+static int count_into(const gck_codec *codec, const gck_tensor *x, gck_bytes to, gck_parallel_for *parallel)
+{
+    _Atomic int64_t values = 0;
+    const work w = {codec, x, to, NULL, NULL, &values};
+
+    run(&w, count_part, parallel);
+    return codec->counted->place(x, to.codes);
+}
+
 /* One tensor in host memory. */
 static int encode_here(const gck_codec *codec, const gck_tensor *x, gck_bytes to, const gck_how *how,
                        gck_parallel_for *parallel)
 {
     _Atomic int status = GCK_OK;
-    const work w = {codec, x, to, how, &status};
+    const work w = {codec, x, to, how, &status, NULL};
 
+    if (codec->counted != NULL && (codec->counted->always || gck_is_smaller(codec, x))
+        && (status = count_into(codec, x, to, parallel)) != GCK_OK) {
+        return status;
+    }
     run(&w, encode_part, parallel);
     return status;
 }
 
 static int decode_here(const gck_codec *codec, gck_bytes from, const gck_tensor *out, gck_parallel_for *parallel)
 {
-    const work w = {codec, out, from, NULL, NULL};
+    const work w = {codec, out, from, NULL, NULL, NULL};
 
     run(&w, decode_part, parallel);
     return GCK_OK;

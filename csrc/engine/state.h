@@ -67,6 +67,16 @@ typedef struct {
     OPTION(respect_saved_tensors_hooks)
 #define GCK_OPTIONS(OPTION) GCK_TORCH_OPTIONS(OPTION) OPTION(compress) OPTION(policy) OPTION(buffers)
 
+/* Room for the payloads of one codec and number of values, see payload_room.h. */
+typedef struct {
+    const gck_codec *codec;            /* NULL: free                                         */
+    gck_dtype        dtype;
+    int64_t          numel;
+    int64_t          restores;         /* when its step began                                */
+    uint32_t         level, latest;    /* parts of all values: of earlier steps, and the most of this one */
+} gck_room;
+enum { GCK_NROOMS = 64 };
+
 typedef struct {
     gck_py        py;
     PyTypeObject *Payload, *Frame, *Holder, *Recompute, *OpPolicy, *OpStorage, *OpOutput, *Context;
@@ -87,6 +97,8 @@ typedef struct {
     } option_names;                    /* interned                                           */
     gck_stats     stats;
     gck_rounding  rounding;
+    gck_room      rooms[GCK_NROOMS];   /* the latest used first                              */
+    int64_t       restores;            /* tensors that were restored                         */
     int64_t       last_step;           /* of `rounding`, at the last recompute               */
     int64_t       watched_task;        /* graph task at whose end our callback runs          */
     /* borrowed: first of the frames' tables, where there are any */

@@ -85,6 +85,7 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
     view->strides = dl.strides == NULL || gck_is_contiguous(dl.ndim, dl.shape, dl.strides) ? NULL : dl.strides;
     view->device = dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1;
     view->stream = NULL;
+    view->room = 0;
     if ((dl.data == NULL && view->numel > 0)
         || view->ndim > (view->device >= 0 && view->strides != NULL ? CUDA_STRIDED_DIMS : GCK_MAX_DIM)) {
         return GCK_SKIP_LAYOUT;

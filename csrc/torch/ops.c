@@ -193,8 +193,8 @@ static int prepare_encode(job *w, size_t i)
                                                  "tensors on CPU and CUDA") < 0) {
         return -1;
     }
-    const gck_room room = gck_room_of(w->codec, &x->view);
-    const int64_t nbytes = room.codes + room.scales;
+    const gck_lengths lengths = gck_lengths_of(w->codec, &x->view);
+    const int64_t nbytes = lengths.codes + lengths.scales;
     void *buffer;
     if (gck_torch.torch_get_const_data_ptr(x->tensor, &data)
         || gck_torch.aoti_torch_empty_strided(1, &nbytes, &one, gck_torch.aoti_torch_dtype_uint8(), x->device_type,
@@ -202,7 +202,7 @@ static int prepare_encode(job *w, size_t i)
         || gck_torch.torch_get_mutable_data_ptr(w->bytes[i].tensor, &buffer)) {
         return refuse(w, "gradckpt: could not allocate %lld bytes for a payload", (long long)nbytes);
     }
-    w->payloads[i] = gck_in_one(buffer, room);
+    w->payloads[i] = gck_in_one(buffer, lengths);
     x->view.data = (void *)data;
     w->views[i] = x->view;
     return 0;
@@ -234,13 +234,13 @@ static int prepare_decode(job *w, size_t i)
     if (payload->view.device != out->view.device) {
         return refuse(w, "gradckpt: decode takes a payload on the device of the tensor it is decoded into");
     }
-    const gck_room room = gck_room_of(w->codec, &out->view);
-    const int64_t nbytes = room.codes + room.scales;
+    const gck_lengths lengths = gck_lengths_of(w->codec, &out->view);
+    const int64_t nbytes = lengths.codes + lengths.scales;
     if (nbytes != payload->view.numel) {
         return refuse(w, "gradckpt: a payload of codec '%s' for this size and dtype has %lld bytes, not %lld",
                       w->codec->name, (long long)nbytes, (long long)payload->view.numel);
     }
-    w->payloads[i] = gck_in_one((void *)data, room);
+    w->payloads[i] = gck_in_one((void *)data, lengths);
     w->views[i] = out->view;
     return 0;
 }

@@ -175,6 +175,18 @@ static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gc
     return status == GCK_E_OVERFLOW;
 }
 
+int64_t gck_run_count(const gck_codec *codec, const gck_tensor *x)
+{
+    const int release = x->numel >= GIL_RELEASE_NUMEL;
+    PyThreadState *others = release ? PyEval_SaveThread() : NULL;
+    const int64_t values = gck_count(codec, x, release ? gck_torch_parallel_for : NULL);
+
+    if (release) {
+        PyEval_RestoreThread(others);
+    }
+    return values;
+}
+
 int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how,
                    int n)
 {

@@ -13,6 +13,7 @@
     REASON(GCK_SKIP_DTYPE, "dtype the codec does not take")         \
     REASON(GCK_SKIP_FLOAT64, "float64, which no codec takes")       \
     REASON(GCK_SKIP_OVERFLOW, "values the codec cannot hold")       \
+    REASON(GCK_SKIP_DENSE, "too few zeros for the codec")           \
     REASON(GCK_SKIP_SMALL, "smaller than min_numel")                \
     REASON(GCK_SKIP_EXACT, "backward needs it exactly")             \
     REASON(GCK_SKIP_ATTRIBUTE, "attribute that cannot be copied")   \
@@ -75,6 +76,9 @@ PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int6
 int gck_run_encode(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how,
                    int n);
 int gck_run_decode(gck_py *py, const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n);
+
+/* How many values of x, in host memory, its payload will hold: gck_count(), with the GIL released as above. */
+int64_t gck_run_count(const gck_codec *codec, const gck_tensor *x);
 
 /* Make `pack` (taken over; NULL: making it raised) and `unpack`, bound to `self`, the saved-tensor hooks of this
  * thread.  0 or -1. */

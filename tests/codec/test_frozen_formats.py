@@ -27,6 +27,8 @@ IDS = {
     "fp16": 8,
     "lossless": 9,
     "mask": 10,
+    "sparse": 11,
+    "sparse_int8": 12,
 }
 
 #: Codec, dtype: bytes of the payload; first digits of SHA-256 of the payload,
@@ -59,6 +61,25 @@ FROZEN = {
     ("lossless", "float16"): (1992, "ed2e7a2feff2d395", "6341c013cfbde5e3"),
     ("lossless", "bfloat16"): (1608, "d52cbf53a9652ebd", "3e3f133a4d15cd9d"),
     ("mask", "bool"): (128, "61d79a711dd569f8", "41ce64c1f072a694"),
+    ("sparse", "float32"): (3732, "6ecd686c6cc07d81", "6ecd686c6cc07d81"),
+    ("sparse", "float16"): (1866, "6341c013cfbde5e3", "6341c013cfbde5e3"),
+    ("sparse", "bfloat16"): (1866, "3e3f133a4d15cd9d", "3e3f133a4d15cd9d"),
+    ("sparse_int8", "float32"): (1077, "ad4bbf7e00f980d5", "e3003316dcb4d177"),
+    ("sparse_int8", "float16"): (1077, "ddb4b4565e55a18c", "d4e5f6f7bd168201"),
+    ("sparse_int8", "bfloat16"): (1077, "3c595d4c129f4ecb", "7af961d2d74107d4"),
+}
+
+#: The same for a sample whose negative values are zeros.
+FROZEN_SPARSE = {
+    ("lossless", "float32"): (11048, "755736fa90cb708c", "4c7f8d59b5c4e5c0"),
+    ("lossless", "float16"): (5828, "60f8f84946464dc5", "862ff7759aa8492d"),
+    ("lossless", "bfloat16"): (5828, "c3daf154f8c71ce1", "ddcb32d2ff05edcb"),
+    ("sparse", "float32"): (11048, "755736fa90cb708c", "4c7f8d59b5c4e5c0"),
+    ("sparse", "float16"): (5828, "60f8f84946464dc5", "862ff7759aa8492d"),
+    ("sparse", "bfloat16"): (5828, "c3daf154f8c71ce1", "ddcb32d2ff05edcb"),
+    ("sparse_int8", "float32"): (3264, "ca5d2c96d48bb7eb", "bcd80fb605649d74"),
+    ("sparse_int8", "float16"): (3264, "340e8c047141fe91", "dcf6d818d494bef6"),
+    ("sparse_int8", "bfloat16"): (3264, "5aa38092ace6366f", "6f5f1afaff4ac709"),
 }
 
 
@@ -110,8 +131,17 @@ def test_every_codec_has_a_frozen_sample():
     assert set(FROZEN) == {(name, dtype) for name in codecs.names() for dtype in codecs.info(name)["dtypes"]}
 
 
+def form_of(x, codec):
+    payload = codecs.encode(x, codec)
+    return whole(payload).numel(), digest(whole(payload)), digest(payload.decode())
+
+
+@pytest.mark.parametrize(("codec", "dtype"), FROZEN_SPARSE)
+def test_bytes_beside_zeros_are_frozen(codec, dtype):
+    x = torch.cat([sample(dtype).clamp(min=0)] * 5)
+    assert form_of(x, codec) == FROZEN_SPARSE[codec, dtype]
+
+
 @pytest.mark.parametrize(("codec", "dtype"), FROZEN)
 def test_bytes_are_frozen(codec, dtype):
-    payload = codecs.encode(sample(dtype), codec)
-    got = whole(payload).numel(), digest(whole(payload)), digest(payload.decode())
-    assert got == FROZEN[codec, dtype]
+    assert form_of(sample(dtype), codec) == FROZEN[codec, dtype]

@@ -4,6 +4,7 @@ import itertools
 
 import direct_oracle as oracle
 import numpy as np
+import oracle_sparse
 import pytest
 import torch
 import torch.nn.functional as F
@@ -304,9 +305,37 @@ def test_what_it_cannot_hold_is_said(dtype):
 def test_size():
     """At most 12.2 bits of bfloat16."""
     assert gradckpt.codecs.info("lossless")["bits_per_value"] == 12.1875
-    assert (
-        gradckpt.codecs.encode(torch.zeros(4096 * 10, dtype=torch.bfloat16), "lossless").nbytes * 8 / 40960 == 12.1875
-    )
+    ones = gradckpt.codecs.encode(torch.ones(4096 * 10, dtype=torch.bfloat16), "lossless")
+    assert ones.nbytes * 8 / 40960 == 12.1875
+
+
+@every_dtype
+def test_the_sparse_form_is_taken_where_it_is_smaller(dtype):
+    """On the CPU; its size says which one it is."""
+    rng = np.random.default_rng(9)
+    for zeros in (0.0, 0.04, 0.1, 0.2, 0.5, 0.95, 1.0):
+        for n in (1, 127, 5000, 400000):
+            bits = ordinary(n, dtype) | 1
+            bits[rng.random(n) < zeros] = 0
+            payload = gradckpt.codecs.encode(tensor(bits, dtype), "lossless")
+            own = nbytes("lossless", dtype, n)
+            count = np.count_nonzero(bits)
+            smaller = oracle_sparse.head_of(n) + count * bits.itemsize
+            assert payload.nbytes == (min(own, smaller) if count < n - n // 20 else own)
+            want = oracle_sparse.encode("lossless", bits, dtype) if payload.nbytes < own else None
+            want, _ = want or oracle.encode("lossless", bits, dtype)
+            assert_same(payload.codes.numpy(), want, f"{zeros} of {n}")
+            assert_same(bits_of(payload.decode()), bits, f"{zeros} of {n}")
+
+
+@every_dtype
+def test_values_of_many_magnitudes_fit_beside_zeros(dtype):
+    bits = with_escapes([70, 70, 0], dtype)
+    bits[::2] = 0
+    bits[1::4] = with_escapes([70, 70, 0], dtype)[: bits[1::4].size]
+    bits[1::4][::2] = make(0, 1, 0, dtype)
+    assert not oracle.encode("lossless", bits, dtype)[1]
+    assert_same(bits_of(gradckpt.codecs.encode(tensor(bits, dtype), "lossless").decode()), bits, "decoded")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())

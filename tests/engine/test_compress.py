@@ -14,7 +14,8 @@ from torch.utils._pytree import register_dataclass
 import gradckpt
 from gradckpt import CompressionConfig
 
-CODECS = [c for c in gradckpt.codecs.names() if "float32" in gradckpt.codecs.info(c)["dtypes"]]
+#: sparse leaves dense tensors as they are: test_sparse.py.
+CODECS = [c for c in gradckpt.codecs.names() if "float32" in gradckpt.codecs.info(c)["dtypes"] and c != "sparse"]
 ALL = {"codec": "int8", "min_numel": 0}
 Pair = namedtuple("Pair", "a b")
 

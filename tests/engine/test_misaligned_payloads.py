@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradckpt
 
-CODECS = [c for c in gradckpt.codecs.names() if "float32" in gradckpt.codecs.info(c)["dtypes"]]
+#: sparse leaves dense tensors as they are: test_sparse.py.
+CODECS = [c for c in gradckpt.codecs.names() if "float32" in gradckpt.codecs.info(c)["dtypes"] and c != "sparse"]
 
 
 class CopiesOfBytes(TorchDispatchMode):

@@ -22,6 +22,7 @@ class Tensor(ctypes.Structure):
         ("dtype", ctypes.c_int),
         ("device", ctypes.c_int),
         ("stream", ctypes.c_void_p),
+        ("room", ctypes.c_int64),
     ]
 
 
@@ -59,6 +60,8 @@ class Kernels(ctypes.Structure):
         ("mask_unpack", ctypes.c_void_p),
         ("lossless_encode", ctypes.c_void_p * 3),
         ("lossless_decode", ctypes.c_void_p * 3),
+        ("pack_nonzeros", ctypes.c_void_p * 3),
+        ("unpack_nonzeros", ctypes.c_void_p * 3),
     ]
 
 

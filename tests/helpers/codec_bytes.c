@@ -56,7 +56,7 @@ static int answer(const record *r)
     }
     const size_t nbytes = (size_t)gck_nbytes(codec, &x);
     payload = allocate(nbytes);
-    const gck_bytes arrays = gck_in_one(payload, gck_room_of(codec, &x));
+    const gck_bytes arrays = gck_in_one(payload, gck_lengths_of(codec, &x));
     flush_subnormals(r->flush);
     status = gck_encode(codec, &x, arrays, r->noisy ? &how : NULL, NULL);
     good = fwrite(&status, sizeof status, 1, stdout) == 1;

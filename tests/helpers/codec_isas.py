@@ -60,6 +60,7 @@ class EmulatedAvx512:
         gcc = shutil.which("gcc")
         path = folder / "avx512.so"
         sources = [*sorted((CODEC / "portable").glob("*.c")), *sorted((CODEC / "x86").glob("*_avx512.c"))]
+        sources.append(CODEC / "x86" / "nonzeros_avx2.c")  # in its table, too
         objects = [folder / f"{s.stem}.o" for s in sources]
         running = [
             subprocess.Popen([gcc, *FLAGS, f"-I{CSRC}", "-c", s, "-o", o])

@@ -25,12 +25,12 @@ UNITS = """
 int units_encode(const char *name, const gck_tensor *x, void *payload, int64_t first, int64_t last)
 {
     const gck_codec *codec = gck_codec_find(name);
-    return codec->encode_host(x, gck_in_one(payload, gck_room_of(codec, x)), NULL, first, last);
+    return codec->encode_host(x, gck_in_one(payload, gck_lengths_of(codec, x)), NULL, first, last);
 }
 void units_decode(const char *name, void *payload, const gck_tensor *x, int64_t first, int64_t last)
 {
     const gck_codec *codec = gck_codec_find(name);
-    codec->decode_host(gck_in_one(payload, gck_room_of(codec, x)), x, first, last);
+    codec->decode_host(gck_in_one(payload, gck_lengths_of(codec, x)), x, first, last);
 }
 int64_t units_size(const char *name) { return gck_codec_find(name)->unit; }
 int64_t units_nbytes(const char *name, int64_t n, int dtype)

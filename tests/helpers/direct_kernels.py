@@ -175,7 +175,7 @@ class HostKernels:
         if gcc is None:
             pytest.skip("gcc not found")
         (folder / "shim.c").write_text(SHIM)
-        host = [source(f"{name}.c") for name in ("cast", "mask", "lossless", "pieces", "strided")]
+        host = [source(f"{name}.c") for name in ("cast", "mask", "lossless", "nonzeros", "pieces", "sparse", "strided")]
         plain = [(path, "") for path in [*host, *(CODEC / "portable").glob("*.c"), folder / "shim.c"]]
         sources = [*plain, *((path, path.stem.rpartition("_")[2]) for path in (CODEC / "x86").glob("*.c"))]
         compile_all(
@@ -229,7 +229,7 @@ class DeviceKernels:
         gxx = shutil.which("g++")
         if gxx is None:
             pytest.skip("g++ not found: the CUDA emulation is C++")
-        names = ["cast", "mask", "lossless", "overflow"]
+        names = ["cast", "mask", "lossless", "overflow", "raw", "sparse", "sparse_int8"]
         flags = [*CXX_FLAGS, f"-DEMULATED_ARCH={arch}"]
         commands = [[gxx, *flags, "-c", source(f"{n}.cu"), "-o", folder / f"{n}.cu.o"] for n in names]
         c = [gxx.replace("g++", "gcc"), *C_FLAGS, "-DGCK_WITH_CUDA=1", f"-I{CSRC}", "-c", source("overflow.c"), "-o"]

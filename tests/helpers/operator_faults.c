@@ -143,7 +143,7 @@ static int32_t list_delete(StableListHandle l)
 
 static const gck_codec codec = {.name = "int8", .dtypes = 7, .size = {{1, 2, 0}, {1, 2, 0}, {1, 2, 0}}};
 const gck_codec *gck_codec_find(const char *name) { return strcmp(name, "int8") == 0 ? &codec : NULL; }
-gck_room gck_room_of(const gck_codec *c, const gck_tensor *x) { return (void)c, (gck_room){x->numel, 2}; }
+gck_lengths gck_lengths_of(const gck_codec *c, const gck_tensor *x) { return (void)c, (gck_lengths){x->numel, 2}; }
 const char *gck_status_text(int status) { return status == 0 ? "no error" : "a reason"; }
 
 static int work(void) { return launched++, wrong() ? GCK_E_DEVICE : GCK_OK; }

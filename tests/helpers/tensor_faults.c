@@ -53,6 +53,11 @@ int gck_encode_many(const gck_codec *c, const gck_tensor *x, const gck_bytes *pa
     return (void)c, (void)x, (void)payloads, (void)how, (void)n, (void)parallel, worked++, work_status;
 }
 
+int64_t gck_count(const gck_codec *c, const gck_tensor *x, gck_parallel_for *parallel)
+{
+    return (void)c, (void)x, (void)parallel, worked++, 0;
+}
+
 int gck_decode_many(const gck_codec *c, const gck_bytes *payloads, const gck_tensor *x, int n,
                     gck_parallel_for *parallel)
 {

@@ -114,8 +114,8 @@ CALLS = [
     (("INT8",), {}, ValueError, r"unknown codec 'INT8'; did you mean 'int8'\?"),
     (("8bit",), {}, ValueError, r"unknown codec '8bit'; did you mean 'int8'\?"),
     (("int-4",), {}, ValueError, r"unknown codec 'int-4'; did you mean 'int4'\?"),
-    (("zip",), {}, ValueError, "unknown codec 'zip'; choose one of: raw, .*lossless, fp8$"),
-    (("mask",), {}, ValueError, "codec 'mask' holds booleans, not activations; choose one of: .*lossless$"),
+    (("zip",), {}, ValueError, "unknown codec 'zip'; choose one of: raw, .*sparse_int8, fp8$"),
+    (("mask",), {}, ValueError, "codec 'mask' holds booleans, not activations; choose one of: .*sparse_int8$"),
     ((8,), {}, TypeError, "compress= takes None, True, a codec name"),
     (
         (),

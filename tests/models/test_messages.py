@@ -53,7 +53,10 @@ CODEC_DOORS = {
     "policy= of checkpoint": lambda codec: gradckpt.checkpoint(torch.sin, hidden(), policy=f"save_matmuls:{codec}"),
 }
 
-LIST = "choose one of: raw, fp8_e4m3, fp8_e5m2, int8, int8_plain, int6, int4, bf16, fp16, lossless, fp8"
+LIST = (
+    "choose one of: raw, fp8_e4m3, fp8_e5m2, int8, int8_plain, int6, int4, bf16, fp16, lossless, sparse, "
+    "sparse_int8, fp8"
+)
 
 NEAREST = {
     "INT8": "int8",
@@ -74,7 +77,7 @@ SPELLINGS = {
     "zip": f"unknown codec 'zip'; {LIST}",
     "off": "'off' is no codec; to compress nothing pass compress=None",
     "mask": "codec 'mask' holds booleans, not activations; choose one of: raw, fp8_e4m3, fp8_e5m2, int8, int8_plain, "
-    "int6, int4, bf16, fp16, lossless",
+    "int6, int4, bf16, fp16, lossless, sparse, sparse_int8",
 }
 
 

@@ -17,20 +17,25 @@ typedef struct {
     int       slot;
 } listener;
 
-/* Called by one thread of each block, after the others have read their values. */
-GCK_LANE_FN void report(const listener &to, bool refused)
+/* Called by one thread of each block, after the others have read their values.  part: what one of
+ * them says above the answer (gck_overflow_part()). */
+GCK_LANE_FN void report(const listener &to, bool refused, uint32_t part = 0)
 {
+    constexpr uint32_t answers = (1u << GCK_OVERFLOW_BITS) - 1u;
+    const uint32_t said = (uint32_t)refused | part << GCK_OVERFLOW_BITS;
+
     if (to.word == NULL) {
         return;
     }
-    if (refused) {
-        atomicOr(&refusals[to.slot], 1u);
+    if (said != 0) {
+        atomicOr(&refusals[to.slot], said);
     }
     __threadfence();                               /* a refusal before its block is counted */
     if (atomicInc(&finished[to.slot], gridDim.x - 1) == gridDim.x - 1) {
         const uint32_t any = atomicExch(&refusals[to.slot], 0u);
+        const uint32_t answer = (any & answers) != 0 ? GCK_OVERFLOW_FOUND : GCK_OVERFLOW_NONE;
         __threadfence_system();
-        *(volatile uint32_t *)to.word = any != 0 ? GCK_OVERFLOW_FOUND : GCK_OVERFLOW_NONE;
+        *(volatile uint32_t *)to.word = answer | (any & ~answers);
     }
 }
 

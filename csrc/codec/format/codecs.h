@@ -63,7 +63,9 @@
     CODEC(ARG, bf16, 7)                                                                                               \
     CODEC(ARG, fp16, 8)                                                                                               \
     CODEC(ARG, lossless, 9)                                                                                           \
-    CODEC(ARG, mask, 10)
+    CODEC(ARG, mask, 10)                                                                                              \
+    CODEC(ARG, sparse, 11)                                                                                            \
+    CODEC(ARG, sparse_int8, 12)
 
 #define GCK_SKIP_ROW(...)                /* for users of one kind of row */
 #define GCK_GROUP_CODECS(GROUP, ARG) GCK_CODECS(GCK_SKIP_ROW, GROUP, ARG)

@@ -36,6 +36,12 @@ typedef void gck_mask_unpack(const uint8_t *from, int64_t ngroups, uint8_t *x, i
 typedef int gck_lossless_encode(const void *x, int64_t ngroups, gck_lossless_parts to, int streaming);
 typedef void gck_lossless_decode(gck_lossless_parts from, int64_t ngroups, void *x, int streaming);
 
+/* Of `runs` runs of 64 values: which are not zero (sparse.h), and those one after the other; their number,
+ * or -1: they are more than `room`, which nothing is written beyond.  And back: `room` values are there,
+ * no fewer than the bitmap has. */
+typedef int64_t gck_pack_nonzeros(const void *x, int64_t runs, uint8_t *bitmap, void *to, int64_t room);
+typedef void gck_unpack_nonzeros(const uint8_t *bitmap, const void *from, int64_t room, int64_t runs, void *x);
+
 /* One instruction set.  NULL: the portable kernel is used. */
 typedef struct {
     const char              *name;
@@ -48,6 +54,8 @@ typedef struct {
     gck_mask_unpack         *mask_unpack;
     gck_lossless_encode     *lossless_encode[GCK_NFLOATS];
     gck_lossless_decode     *lossless_decode[GCK_NFLOATS];
+    gck_pack_nonzeros       *pack_nonzeros[GCK_NFLOATS];
+    gck_unpack_nonzeros     *unpack_nonzeros[GCK_NFLOATS];
 } gck_kernels;
 
 /* The kernels of an instruction set for one format, by the column `simd` of codecs.h. */
@@ -77,6 +85,9 @@ typedef struct {
         gck_##isa##_lossless_encode_bf16;                                                                   \
     gck_lossless_decode gck_##isa##_lossless_decode_f32, gck_##isa##_lossless_decode_f16,                   \
         gck_##isa##_lossless_decode_bf16;
+#define GCK_DECLARE_NONZEROS_KERNELS(isa)                                                                   \
+    gck_pack_nonzeros   gck_##isa##_pack_nonzeros32, gck_##isa##_pack_nonzeros16;                           \
+    gck_unpack_nonzeros gck_##isa##_unpack_nonzeros32, gck_##isa##_unpack_nonzeros16;
 #define GCK_OTHER_KERNELS(isa)                                                                              \
     .to_bf16 = gck_##isa##_to_bf16, .to_f16 = gck_##isa##_to_f16,                                           \
     .from_bf16 = gck_##isa##_from_bf16, .from_f16 = gck_##isa##_from_f16,                                   \
@@ -85,5 +96,10 @@ typedef struct {
                         gck_##isa##_lossless_encode_bf16},                                                  \
     .lossless_decode = {gck_##isa##_lossless_decode_f32, gck_##isa##_lossless_decode_f16,                   \
                         gck_##isa##_lossless_decode_bf16},
+#define GCK_NONZEROS_KERNELS(isa)                                                                           \
+    .pack_nonzeros = {gck_##isa##_pack_nonzeros32, gck_##isa##_pack_nonzeros16,                             \
+                      gck_##isa##_pack_nonzeros16},                                                         \
+    .unpack_nonzeros = {gck_##isa##_unpack_nonzeros32, gck_##isa##_unpack_nonzeros16,                       \
+                        gck_##isa##_unpack_nonzeros16},
 
 #endif

@@ -10,4 +10,5 @@ const gck_kernels gck_kernels_portable = {
     .name = "scalar",
     GCK_GROUP_CODECS(ROW, _)
     GCK_OTHER_KERNELS(portable)
+    GCK_NONZEROS_KERNELS(portable)
 };

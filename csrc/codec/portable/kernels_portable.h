@@ -10,5 +10,6 @@ extern const gck_kernels gck_kernels_portable;
 #define GCK_DECLARE_PORTABLE_ROW(isa, name, id, format, ...) GCK_DECLARE_SIMD(isa, format)
 GCK_GROUP_CODECS(GCK_DECLARE_PORTABLE_ROW, portable)
 GCK_DECLARE_OTHER_KERNELS(portable)
+GCK_DECLARE_NONZEROS_KERNELS(portable)
 
 #endif

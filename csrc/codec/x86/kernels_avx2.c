@@ -12,6 +12,7 @@ const gck_kernels gck_kernels_avx2 = {
     .name = "avx2",
     GCK_GROUP_CODECS(ROW, _)
     GCK_OTHER_KERNELS(avx2)
+    GCK_NONZEROS_KERNELS(avx2)
 };
 
 #else

@@ -8,5 +8,6 @@ extern const gck_kernels gck_kernels_avx2;
 
 GCK_GROUP_CODECS(GCK_DECLARE_ROW, avx2)
 GCK_DECLARE_OTHER_KERNELS(avx2)
+GCK_DECLARE_NONZEROS_KERNELS(avx2)
 
 #endif

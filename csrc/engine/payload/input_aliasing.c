@@ -17,19 +17,19 @@ int gck_input_aliasing_add(gck_input_aliasing *a, gck_py *py, gck_input *in, PyO
 /* No call here runs Python, so borrowed references stay valid. */
 PyObject *gck_input_aliasing_find(const gck_input_aliasing *a, const gck_input *in, PyObject **fed)
 {
-    PyObject *row, *payload = Py_None;
+    PyObject *row, *payload = Py_None, *same = NULL;
 
     for (Py_ssize_t i = 0; a->rows != NULL && payload == Py_None && i < PyList_Size(a->rows); i++) {
         row = PyList_GetItem(a->rows, i);
         if (PyTuple_GetItem(row, 0) == in->x) {
             payload = PyTuple_GetItem(row, 2);
-            *fed = PyTuple_GetItem(row, 1);
+            same = PyTuple_GetItem(row, 1);
         }
     }
     if (payload == Py_None) {
         return NULL;
     }
-    Py_INCREF(*fed);
+    *fed = Py_NewRef(same);
     return Py_NewRef(payload);
 }
 

@@ -6,6 +6,7 @@
 #include "torch/tensor.h"
 #include "engine/payload/payload_decode.h"
 #include "engine/payload/payload_overflow.h"
+#include "engine/payload/payload_room.h"
 #include "engine/payload/sharing.h"
 
 #include <stdlib.h>
@@ -84,11 +85,11 @@ static int make_bytes(gck_payload *self, int use)
     if (made != 0) {
         return made > 0 ? 0 : -1;
     }
-    self->arrays.codes = gck_bytes_empty(py, self->room.codes, self->device);
-    if (self->arrays.codes != NULL && self->room.scales > 0) {
-        self->arrays.scales = gck_bytes_empty(py, self->room.scales, self->device);
+    self->arrays.codes = gck_bytes_empty(py, self->lengths.codes, self->device);
+    if (self->arrays.codes != NULL && self->lengths.scales > 0) {
+        self->arrays.scales = gck_bytes_empty(py, self->lengths.scales, self->device);
     }
-    return self->arrays.codes != NULL && (self->room.scales == 0 || self->arrays.scales != NULL) ? 0 : -1;
+    return self->arrays.codes != NULL && (self->lengths.scales == 0 || self->arrays.scales != NULL) ? 0 : -1;
 }
 
 /* Write the bytes, or defer that.  0; 1 when the codec overflows; -1. */
@@ -167,7 +168,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
 {
     const int exact = use != GCK_FOR_USER && (!(use & GCK_WITHOUT_HOLES) || codec->max_error == 0);
     gck_payload *self = NULL, *result = NULL;
-    int status;
+    int status, dense = 0;
 
     use &= ~GCK_WITHOUT_HOLES;
     *skip = GCK_COMPRESS;
@@ -190,8 +191,9 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
         self->dither = first != NULL ? first->dither : *dither;
     }
     status = describe(self, in, exact);
-    if (status != 0 || make_bytes(self, use) < 0) {
-        *skip = status > 0 ? GCK_SKIP_LAYOUT : GCK_COMPRESS;
+    dense = status == 0 && !gck_payload_room(self, &in->view, use == GCK_FOR_USER);
+    if (status != 0 || dense || make_bytes(self, use) < 0) {
+        *skip = status > 0 ? GCK_SKIP_LAYOUT : dense ? GCK_SKIP_DENSE : GCK_COMPRESS;
         goto exit;
     }
     if (gck_payload_overflow_begin(self) < 0 && use != GCK_FOR_USER) {

@@ -50,13 +50,13 @@ static int view_array(gck_payload *self, PyObject *array, int64_t nbytes, void *
 int gck_payload_view(gck_payload *self, gck_arrays arrays, gck_bytes *bytes)
 {
     if (arrays.codes == NULL && self->own.handle != NULL) {
-        *bytes = gck_in_one(self->own.data, self->room);
+        *bytes = gck_in_one(self->own.data, self->lengths);
         return 0;
     }
     arrays = arrays.codes == NULL ? self->arrays : arrays;
     bytes->scales = NULL;
-    return view_array(self, arrays.codes, self->room.codes, &bytes->codes) < 0
-        || (arrays.scales != NULL && view_array(self, arrays.scales, self->room.scales, &bytes->scales) < 0) ? -1 : 0;
+    return view_array(self, arrays.codes, self->lengths.codes, &bytes->codes) < 0
+        || (arrays.scales != NULL && view_array(self, arrays.scales, self->lengths.scales, &bytes->scales) < 0) ? -1 : 0;
 }
 
 int gck_payload_lay_out(gck_payload *self, const gck_tensor *x, int exact)
@@ -91,8 +91,8 @@ int gck_payload_lay_out(gck_payload *self, const gck_tensor *x, int exact)
     self->stream = x->stream;
     self->bytes_in = self->values * (int64_t)gck_itemsize(x->dtype);
     const gck_tensor values = gck_payload_values(self, NULL, NULL);
-    self->room = gck_room_of(self->codec, &values);
-    self->nbytes = self->room.codes + self->room.scales;
+    self->lengths = gck_lengths_of(self->codec, &values);
+    self->nbytes = self->lengths.codes + self->lengths.scales;
     return 0;
 }
 
@@ -104,7 +104,7 @@ gck_tensor gck_payload_values(const gck_payload *self, void *data, void *stream)
     const int plain = strides == NULL || gck_is_contiguous(ndim, sizes, strides);
 
     return (gck_tensor){data, self->values, ndim, sizes, plain ? NULL : strides, strides, self->dtype, self->device,
-                        stream};
+                        stream, self->nbytes};
 }
 
 PyObject *gck_payload_within(const gck_payload *self, PyObject *buffer, int64_t offset)
@@ -156,6 +156,7 @@ int gck_payload_work(gck_payload *self, PyObject *tensor, gck_arrays arrays, gck
     if (gck_payload_view(self, arrays, bytes) < 0 || gck_view_again(&self->state->py, tensor, &was, view) < 0) {
         return -1;
     }
+    view->room = self->nbytes;
     return self->once != NULL ? see_once(self, view) : 0;
 }
 
@@ -171,13 +172,13 @@ static int divide(gck_payload *self, gck_arrays *arrays)
 {
     PyObject *whole = gck_fresh_alias(&self->state->py, &self->own);
 
-    if (whole == NULL || self->room.scales == 0) {
+    if (whole == NULL || self->lengths.scales == 0) {
         arrays->codes = whole;
         return whole != NULL ? 0 : -1;
     }
-    arrays->codes = PyObject_CallMethod(whole, "narrow", "iiL", 0, 0, (long long)self->room.codes);
+    arrays->codes = PyObject_CallMethod(whole, "narrow", "iiL", 0, 0, (long long)self->lengths.codes);
     arrays->scales = arrays->codes == NULL ? NULL
-        : PyObject_CallMethod(whole, "narrow", "iLL", 0, (long long)self->room.codes, (long long)self->room.scales);
+        : PyObject_CallMethod(whole, "narrow", "iLL", 0, (long long)self->lengths.codes, (long long)self->lengths.scales);
     Py_DECREF(whole);
     if (arrays->scales == NULL) {
         gck_arrays_clear(arrays);

@@ -29,7 +29,7 @@ typedef struct gck_payload {
     int              device;       /* -1: CPU                                            */
     int64_t          numel;        /* of the original                                    */
     int64_t          values;       /* that are encoded: fewer where elements share memory */
-    gck_room         room;         /* bytes of the arrays                                */
+    gck_lengths      lengths;      /* bytes of the arrays                                */
     int64_t          nbytes, bytes_in;
     const void      *waits;        /* the batch in which its bytes are pending; else NULL */
     int              requires_grad, leaf;

@@ -82,7 +82,7 @@ static int decode_fresh(gck_payload *self, PyObject **out)
     *out = NULL;
     if (made > 0) {
         const gck_tensor view = gck_payload_values(self, fresh.data, NULL);
-        const gck_bytes bytes = gck_in_one(self->own.data, self->room);
+        const gck_bytes bytes = gck_in_one(self->own.data, self->lengths);
         if (gck_run_decode(py, self->codec, &bytes, &view, 1) == 0) {
             *out = gck_fresh_object(py, &fresh);
         }
@@ -155,6 +155,7 @@ PyObject *gck_payload_revive(gck_payload *self, PyObject *into, gck_batch *batch
         return NULL;
     }
     state->rounding.restored = 1;
+    state->restores++;
     if (self->kept == NULL && (batch == NULL || !batch->exact) && PyWeakref_GetObject(self->original) != Py_None) {
         state->stats.originals_alive++;
         state->stats.originals_alive_bytes += self->bytes_in;

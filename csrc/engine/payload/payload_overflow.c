@@ -4,6 +4,7 @@
 #include "gradckpt.h"
 #include "torch/input.h"
 #include "torch/tensor.h"
+#include "engine/payload/payload_room.h"
 
 #include <time.h>
 
@@ -34,7 +35,7 @@ void gck_payload_overflow_encoded(gck_payload *p, PyObject *x, int status)
     if (status < 0) {
         write_flag(p, GCK_OVERFLOW_NONE);      /* nothing was queued, so nothing will write the word, and p dies */
     }
-    p->late = status == 0 ? GCK_OVERFLOW_NONE : GCK_OVERFLOW_FOUND;
+    p->late |= status == 0 ? GCK_OVERFLOW_NONE : GCK_OVERFLOW_FOUND;
     p->kept = Py_NewRef(x);
     p->next_pending = p->state->pending;
     p->state->pending = p;
@@ -76,7 +77,7 @@ static void count_overflow(gck_payload *p)
         s->bytes_out -= p->fresh ? p->nbytes : 0;
         s->shared -= p->uses - p->fresh;
         s->compressed -= p->uses;
-        s->uncompressed[GCK_SKIP_OVERFLOW] += p->uses;
+        s->uncompressed[gck_is_sized_late(p) ? GCK_SKIP_DENSE : GCK_SKIP_OVERFLOW] += p->uses;
         s->uncompressed_bytes += p->uses * p->bytes_in;
     }
 }
@@ -102,7 +103,8 @@ static int settle(gck_payload *p)
     }
     Py_INCREF((PyObject *)p);                    /* releasing references may run Python */
     leave(p);
-    if (flag == GCK_OVERFLOW_FOUND) {
+    gck_payload_room_learn(p, gck_overflow_part(flag));
+    if (gck_overflow_answer(flag) == GCK_OVERFLOW_FOUND) {
         overflow(p);
     } else {
         Py_CLEAR(p->kept);

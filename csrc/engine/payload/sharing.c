@@ -26,10 +26,10 @@ static int same_view(const gck_payload *p, const gck_tensor *view, int exact)
     return 1;
 }
 
-static int same_bytes(gck_bytes a, gck_bytes b, gck_room room)
+static int same_bytes(gck_bytes a, gck_bytes b, gck_lengths lengths)
 {
-    return memcmp(a.codes, b.codes, (size_t)room.codes) == 0
-        && (room.scales == 0 || memcmp(a.scales, b.scales, (size_t)room.scales) == 0);
+    return memcmp(a.codes, b.codes, (size_t)lengths.codes) == 0
+        && (lengths.scales == 0 || memcmp(a.scales, b.scales, (size_t)lengths.scales) == 0);
 }
 
 /* Nothing in the loop runs Python, so entries are borrowed.  A dead original gives None. */
@@ -65,12 +65,13 @@ int gck_sharing_proof(gck_payload *a, gck_payload *b)
 {
     gck_arrays x = gck_arrays_again(a->arrays), y = gck_arrays_again(b->arrays);
     gck_bytes left, right;
-    int same = !gck_payload_has_bytes(a) || !gck_payload_has_bytes(b) || a->overflow != NULL ? 0 : -1;
+    int same = !gck_payload_has_bytes(a) || !gck_payload_has_bytes(b) || a->overflow != NULL
+            || a->nbytes != b->nbytes ? 0 : -1;
 
     if (same < 0 && gck_payload_view(a, x, &left) == 0 && gck_payload_view(b, y, &right) == 0) {
         Py_BEGIN_ALLOW_THREADS
         /* on paper, one tensor of one version has the same values */
-        same = !a->has_values || same_bytes(left, right, a->room);
+        same = !a->has_values || same_bytes(left, right, a->lengths);
         Py_END_ALLOW_THREADS
     }
     gck_arrays_clear(&x);
@@ -81,7 +82,7 @@ int gck_sharing_proof(gck_payload *a, gck_payload *b)
 int gck_sharing_holds(gck_payload *first, gck_input *in)
 {
     _Alignas(GCK_PAYLOAD_ALIGNMENT) char scratch[SCRATCH];
-    const gck_bytes piece = gck_in_one(scratch, first->room);
+    const gck_bytes piece = gck_in_one(scratch, first->lengths);
     gck_bytes bytes;
     gck_tensor view;
     gck_how how;
@@ -95,5 +96,5 @@ int gck_sharing_holds(gck_payload *first, gck_input *in)
     }
     status = first->has_values ? gck_run_encode(&first->state->py, first->codec, &view, &piece, &how, 1) : 0;
     /* on paper, one tensor of one version has the same values */
-    return status < 0 ? -1 : status == 0 && (!first->has_values || same_bytes(bytes, piece, first->room));
+    return status < 0 ? -1 : status == 0 && (!first->has_values || same_bytes(bytes, piece, first->lengths));
 }

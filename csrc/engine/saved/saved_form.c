@@ -50,10 +50,10 @@ static int lies_within(const gck_tensor *x, const gck_tensor *base, int64_t *off
     return x->dtype == base->dtype && distance >= 0 && distance % itemsize == 0 && last < base->numel;
 }
 
-/* Find or make a payload of the tensor.  1; 0 when the codec overflows; -1.  only_found: 0 also
- * when none exists yet. */
+/* Find or make a payload of the tensor.  1; 0 when the codec cannot: *why; -1.
+ * only_found: 0 also when none exists yet. */
 static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input *in, int only_found,
-                  gck_saved_form *to, gck_batch *batch)
+                  gck_saved_form *to, int *why, gck_batch *batch)
 {
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
@@ -62,7 +62,7 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     PyObject *payload = NULL;
     gck_input own = *in;
     gck_dither dither;
-    gck_skip_reason skip;
+    gck_skip_reason skip = GCK_SKIP_OVERFLOW;
     int done = -1;
 
     if (PyErr_Occurred() || (only_found && first == NULL)) {
@@ -79,6 +79,7 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     }
     if (payload == NULL) {
         done = PyErr_Occurred() ? -1 : 0;
+        *why = skip;
     } else if (only_found && payload != (PyObject *)first) {
         done = 0;                                /* it was written to since, and costs more than a part of it */
     } else if (own.x == in->x || gck_payload_adopt((gck_payload *)payload, in->x) == 0) {
@@ -100,7 +101,7 @@ static int keeps_strides(const gck_tensor *x)
 /* Keep the tensor by a payload of the whole tensor of which it is a view, where that costs no more
  * than its own, so that all views share one payload.  1, 0, -1 as above. */
 static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_input *in, gck_saved_form *to,
-                       gck_batch *batch)
+                       int *why, gck_batch *batch)
 {
     gck_py *py = &self->packing.state->py;
     /* Hooks around ours may run this again on a tensor that is no view: each has its own bytes. */
@@ -122,13 +123,13 @@ static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_
         to->view = stride != NULL ? Py_BuildValue("(OOL)", shape, stride, (long long)offset) : NULL;
         Py_XDECREF(shape);
         Py_XDECREF(stride);
-        done = to->view == NULL ? -1 : encode(self, codec, &whole, view.numel < whole.view.numel, to, batch);
+        done = to->view == NULL ? -1 : encode(self, codec, &whole, view.numel < whole.view.numel, to, why, batch);
     }
     if (done != 1) {
         Py_CLEAR(to->view);
     }
     gck_input_clear(&whole);
-    return done != 0 ? done : encode(self, codec, in, 0, to, batch);
+    return done != 0 ? done : encode(self, codec, in, 0, to, why, batch);
 }
 
 /* Encode the tensor, or what the form has in its place.  1; 0: it has to stay uncompressed, for the
@@ -145,9 +146,8 @@ static int encode_form(const gck_saved_hooks *self, const gck_saved_as *as, gck_
         *reason = done == GCK_SKIP_DTYPE ? GCK_SKIP_EXACT : done;        /* half precision stays as it is */
         done = done < 0 ? -1 : 0;
     } else {
-        *reason = GCK_SKIP_OVERFLOW;
-        done = as->part != NULL ? encode(self, as->codec, &made, 0, to, batch)
-                                : encode_view(self, as->codec, &made, to, batch);
+        done = as->part != NULL ? encode(self, as->codec, &made, 0, to, reason, batch)
+                                : encode_view(self, as->codec, &made, to, reason, batch);
     }
     if (as->part != NULL) {
         to->dtype = done == 1 ? PyObject_GetAttr(in->x, py->names.dtype) : NULL;

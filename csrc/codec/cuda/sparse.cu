@@ -1,0 +1,137 @@
+/* sparse.cu: device kernels of sparse: sparse.h is the format, nonzeros.cuh makes bitmaps and places. */
+#include "codec/cuda/nonzeros.cuh"
+
+extern "C" int gck_raw_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n);
+extern "C" int gck_raw_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n);
+
+template <typename T, typename VIEW>
+static __global__ void __launch_bounds__(THREADS)
+sparse_values_kernel(const __grid_constant__ VIEW x, const __grid_constant__ nonzeros_parts out,
+                     const __grid_constant__ listener to)
+{
+    __shared__ T values[GCK_BLOCK];
+    __shared__ uint32_t of_warp[SCAN_WARPS];
+    const uint64_t before = out.before[blockIdx.x];
+    uint32_t w[lane_words<T>::N], all;
+
+    load_words(x, first_of_lane(), w);
+    const uint32_t bits = nonzeros_of_lane<T, false>(w);
+    pack_lane(w, bits, sum_before((uint32_t)__popc(bits), of_warp, &all), values);
+    const bool fits = gck_sparse_fits(before, all, out.room);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; fits && i < all; i += THREADS) {
+        ((T *)(void *)out.values)[before + i] = values[i];
+    }
+    if (threadIdx.x == 0) {
+        const bool last = blockIdx.x == gridDim.x - 1;
+        report(to, !fits, last ? gck_part_of((int64_t)before + all, x.numel) : 0u);
+    }
+}
+
+template <typename T, typename VIEW>
+static __global__ void __launch_bounds__(THREADS)
+sparse_decode_kernel(const __grid_constant__ nonzeros_parts in, gck_dtype dtype, const __grid_constant__ VIEW x)
+{
+    __shared__ T values[GCK_BLOCK];
+    __shared__ uint32_t of_warp[SCAN_WARPS];
+    const uint64_t before = in.before[blockIdx.x];
+    const uint16_t *bitmap = bits_of_lane(in, x.numel);
+    const uint32_t bits = bitmap != NULL ? *bitmap : 0u;
+    uint32_t w[lane_words<T>::N], all;
+    const uint32_t at = sum_before((uint32_t)__popc(bits), of_warp, &all);
+    const bool fits = gck_sparse_fits(before, all, in.room);
+
+    for (uint32_t i = threadIdx.x; i < all; i += THREADS) {
+        values[i] = fits ? ((const T *)(void *)in.values)[before + i] : (T)gck_quiet_nan(dtype);
+    }
+    __syncthreads();
+    unpack_lane(values, bits, at, w);
+    store_words(x, first_of_lane(), w);
+}
+
+/* The payload is the tensor, which says nothing about the number of values. */
+static __global__ void sparse_whole_kernel(const __grid_constant__ listener to)
+{
+    if (threadIdx.x == 0) {
+        report(to, false);
+    }
+}
+
+/* ---- launchers ---- */
+
+/* The parts of the payload of t.  1: it is the tensor; 0; or an error. */
+static int parts_of(const gck_tensor *t, const void *payload, nonzeros_parts *parts)
+{
+    if (t->room == 0 || t->room >= t->numel * (int64_t)gck_itemsize(t->dtype)) {
+        return 1;
+    }
+    *parts = gck_sparse_parts_of(payload, t->numel, t->dtype, t->room);
+    return parts->room < 0 ? (int)GCK_E_RANGE : 0;
+}
+
+template <typename T, typename VIEW>
+static void launch_encode(const VIEW &x, const nonzeros_parts &parts, const listener &to, cudaStream_t stream)
+{
+    launch_places<T, false>(x, parts, stream);
+    GCK_LAUNCH((sparse_values_kernel<T, VIEW>), grid_of(x.numel), THREADS, stream, x, parts, to);
+}
+
+template <typename T, typename VIEW>
+static void launch_decode(const nonzeros_parts &parts, gck_dtype dtype, const VIEW &x, cudaStream_t stream)
+{
+    GCK_LAUNCH((sparse_decode_kernel<T, VIEW>), grid_of(x.numel), THREADS, stream, parts, dtype, x);
+}
+
+template <typename T>
+static int encode_as(const gck_tensor *t, void *payload, const gck_how *how)
+{
+    const cudaStream_t stream = (cudaStream_t)t->stream;
+    nonzeros_parts parts;
+    listener to;
+    const int whole = parts_of(t, payload, &parts), status = whole < 0 ? whole : listen(how, stream, &to);
+
+    if (status != GCK_OK) {
+        return status;
+    }
+    if (whole != 0) {
+        GCK_LAUNCH(sparse_whole_kernel, 1, 32, stream, to);
+        const gck_bytes bytes = {payload, NULL};
+        return gck_raw_encode_cuda(t, &bytes, NULL, 1);
+    }
+    return with_view<T>(t, [=](const auto &x) { launch_encode<T>(x, parts, to, stream); });
+}
+
+template <typename T>
+static int decode_as(const void *payload, const gck_tensor *t)
+{
+    nonzeros_parts parts;
+    const int whole = parts_of(t, payload, &parts);
+
+    const gck_bytes bytes = {(void *)payload, NULL};
+
+    return whole < 0 ? whole : whole != 0 ? gck_raw_decode_cuda(&bytes, t, 1)
+                                          : with_view<T>(t, [=](const auto &x) {
+        launch_decode<T>(parts, t->dtype, x, (cudaStream_t)t->stream);
+    });
+}
+
+extern "C" {
+
+int gck_sparse_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
+{
+    return for_each_tensor(x, n, [=](const gck_tensor *t, int i) {
+        const gck_how *mine = how != NULL ? how + i : NULL;
+        return !are_floats(t, 1) ? (int)GCK_E_DTYPE : t->dtype == GCK_F32 ? encode_as<uint32_t>(t, to[i].codes, mine)
+                                                                          : encode_as<uint16_t>(t, to[i].codes, mine);
+    });
+}
+
+int gck_sparse_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n)
+{
+    return for_each_tensor(out, n, [=](const gck_tensor *t, int i) {
+        return !are_floats(t, 1) ? (int)GCK_E_DTYPE : t->dtype == GCK_F32 ? decode_as<uint32_t>(from[i].codes, t)
+                                                                          : decode_as<uint16_t>(from[i].codes, t);
+    });
+}
+
+}

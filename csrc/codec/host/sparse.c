@@ -1,0 +1,60 @@
+/* sparse.c: the codec sparse: bit-exact, one bit for each value and the words of those that are not
+ * zero.  format/sparse.h is the format. */
+#include "codec/cuda/cuda_entry.h"
+#include "codec/host/nonzeros.h"
+#include "codec/host/strided.h"
+
+GCK_DECLARE_CUDA(sparse)
+
+/* Values of blocks [first, last) of a payload that is the tensor. */
+static int64_t values_of(const gck_tensor *x, int64_t first, int64_t last)
+{
+    const int64_t left = x->numel - first * GCK_BLOCK, most = (last - first) * GCK_BLOCK;
+
+    return left < most ? left : most;
+}
+
+static int is_whole(const gck_tensor *x)
+{
+    return x->room == 0 || x->room >= x->numel * (int64_t)gck_itemsize(x->dtype);
+}
+
+static int sparse_encode(const gck_tensor *x, gck_bytes to, const gck_how *how, int64_t first, int64_t last)
+{
+    const size_t block = GCK_BLOCK * gck_itemsize(x->dtype);
+
+    (void)how;
+    if (!is_whole(x)) {
+        return gck_sparse_encode(x, to.codes, first, last);
+    }
+    gck_gather(x, first * GCK_BLOCK, values_of(x, first, last), (char *)to.codes + (size_t)first * block);
+    return GCK_OK;
+}
+
+static void sparse_decode(gck_bytes from, const gck_tensor *out, int64_t first, int64_t last)
+{
+    const size_t block = GCK_BLOCK * gck_itemsize(out->dtype);
+
+    if (!is_whole(out)) {
+        gck_sparse_decode(from.codes, out, first, last);
+    } else {
+        gck_scatter(out, first * GCK_BLOCK, values_of(out, first, last), (const char *)from.codes + (size_t)first * block);
+    }
+}
+
+static const gck_counted counted = {.count = gck_sparse_count, .place = gck_sparse_place, .nbytes = gck_sparse_nbytes};
+
+const gck_codec gck_codec_sparse = {
+    .name = "sparse",
+    .summary = "bit-exact, one bit per value and the values that are not zero",
+    .dtypes = GCK_FLOATS,
+    .max_error = 0,
+    .size = {[GCK_F32] = {4, 0, 0}, [GCK_F16] = {2, 0, 0}, [GCK_BF16] = {2, 0, 0}},
+    .counted = &counted,
+    .unit = GCK_BLOCK,
+    .may_overflow = 1,
+    .encode_host = sparse_encode,
+    .decode_host = sparse_decode,
+    .encode = GCK_CUDA(gck_sparse_encode_cuda),
+    .decode = GCK_CUDA(gck_sparse_decode_cuda),
+};
