@@ -15,6 +15,7 @@
 #include "engine/region/recompute.h"
 #include "engine/region/region.h"
 #include "engine/region/region_node.h"
+#include "engine/region/saved_samples.h"
 
 const char gck_checkpoint_doc[] =
     "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, "
@@ -160,7 +161,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     frame->early_stop = gck_options_overridden(state, state->py.names._enable_checkpoint_early_stop, o->early_stop, 1);
     if (preserve < 0 || frame->early_stop < 0
         || gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) < 0
-        || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
+        || gck_samples_begin(frame, &packing.plan) < 0 || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;
     }
     result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
@@ -169,6 +170,9 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     }
     if (result != NULL && ((preserve && check_accelerator(&state->py, initialized) < 0)
                            || gck_input_aliasing_check(&packing.aliases, &state->py) < 0)) {
+        Py_CLEAR(result);
+    }
+    if (result != NULL && frame->samples != NULL && gck_samples_returned(frame, result) < 0) {
         Py_CLEAR(result);
     }
     if (result != NULL && frame->calls != NULL

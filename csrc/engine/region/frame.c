@@ -3,6 +3,7 @@
 
 #include "engine/innermost_hooks.h"
 #include "engine/payload/rounding.h"
+#include "engine/region/saved_samples.h"
 #include "engine/selective/op_mixing.h"
 #include "engine/selective/selective_mode.h"
 
@@ -68,6 +69,10 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     holder->index = frame->nslots;
     frame->state->nodes_known += origin.node != NULL;
     frame->slots[frame->nslots++] = (gck_slot){holder, meta, origin};
+    if (frame->samples != NULL && gck_samples_saved(frame, holder->index, x) < 0) {
+        Py_DECREF((PyObject *)holder);
+        return NULL;
+    }
     return (PyObject *)holder;
 }
 
@@ -101,6 +106,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT((PyObject *)frame->store);
     Py_VISIT(frame->calls);
     Py_VISIT(frame->remat);
+    Py_VISIT(frame->samples);
     Py_VISIT(frame->node.policy_fn);
     Py_VISIT(frame->node.parameters_in);
     Py_VISIT(frame->node.outputs);
@@ -153,6 +159,7 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->store);
     Py_CLEAR(frame->calls);
     Py_CLEAR(frame->remat);
+    gck_samples_clear(frame);
     Py_CLEAR(frame->node.policy_fn);
     Py_CLEAR(frame->node.parameters_in);
     Py_CLEAR(frame->node.outputs);
@@ -248,7 +255,25 @@ static void holder_dealloc(PyObject *op)
     gck_object_free(op);
 }
 
-static PyType_Slot holder_slots[] = {{Py_tp_dealloc, holder_dealloc}, {0, NULL}};
+/* (frame, index of the slot); None once the frame is gone. */
+static PyObject *holder_slot(PyObject *op, void *unused)
+{
+    const gck_holder *holder = (gck_holder *)op;
+
+    (void)unused;
+    return holder->frame != NULL ? Py_BuildValue("On", (PyObject *)holder->frame, holder->index) : Py_NewRef(Py_None);
+}
+
+static PyGetSetDef holder_getset[] = {
+    {"slot", holder_slot, NULL, "The frame, and the index of the saved tensor in it.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot holder_slots[] = {
+    {Py_tp_dealloc, holder_dealloc},
+    {Py_tp_getset, holder_getset},
+    {0, NULL},
+};
 
 PyType_Spec gck_holder_spec = {
     .name = "gradckpt._C.Holder",

@@ -74,6 +74,8 @@ struct gck_frame {
     gck_slot    *slots;              /* one per saved tensor; malloc                       */
     Py_ssize_t   nslots, capacity;
     gck_recomputed_tables recomputed;
+    PyObject    *samples;            /* until they are judged, see saved_samples.h; NULL: none */
+    int          kind;               /* of the region, among those of the state            */
 
     /* ---- of a region that is one node of the graph (region_node.h) ---- */
     struct {

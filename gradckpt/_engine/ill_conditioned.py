@@ -1,0 +1,386 @@
+"""Notice operators whose derivative a codec makes much worse: log, 1 / x or sqrt of values near
+zero, acos near one.
+
+The error of a codec is relative to the largest values of a group. Beside a pole, or an edge of the
+domain, a small value decides, and its error may exceed it. C takes samples in the first region of
+each kind (csrc/engine/region/saved_samples.c): of what the forward saves, and of what the recompute
+saves in its place. Here the derivatives at both are compared, beside those at bf16's rounding of the
+same values. No code of the user runs for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradckpt import _C
+from gradckpt._config import warn_user
+from gradckpt._engine import torch_private as private
+from gradckpt._engine.arguments import name_of
+from gradckpt._engine.user_lines import ENGINES, outside
+
+logger = logging.getLogger("gradckpt")
+
+#: The number of values in a sample.
+_VALUES = 4096
+
+#: The number of nodes of a region's graph that are looked at.
+_NODES = 4096
+
+#: A pole is reached where the largest derivative of a sample is so many times that of its tenth
+#: part with the smallest derivatives.
+REACH = 8.0
+
+#: An operator is named for an error of its derivative above this, and above so many times bf16's.
+FLOOR = 0.01
+TIMES = 3.0
+
+#: An error above this is too large whatever bf16's is, and bf16's own is then no help.
+FAILS = 0.3
+
+Derivative = Callable[[Tensor], Tensor]
+
+
+class Pole(NamedTuple):
+    """An operator, the tensor that its node saves, and its derivative, up to a factor, at that."""
+
+    name: str
+    argument: str
+    derivative: Derivative
+
+
+def _entropy(x: Tensor) -> Tensor:
+    return x.log() + 1
+
+
+def _logit(x: Tensor) -> Tensor:
+    return (x * (1 - x)).reciprocal()
+
+
+def _arc(x: Tensor) -> Tensor:
+    return (1 - x * x).rsqrt()
+
+
+#: By torch's name of the node. csrc/engine/saved/saved_node.c lists the same nodes ("poles"), and a
+#: test compares the two.
+POLES: dict[str, Pole] = {
+    "LogBackward0": Pole("log", "self", torch.reciprocal),
+    "Log2Backward0": Pole("log2", "self", torch.reciprocal),
+    "Log10Backward0": Pole("log10", "self", torch.reciprocal),
+    "Log1PBackward0": Pole("log1p", "self", lambda x: (1 + x).reciprocal()),
+    "LogitBackward0": Pole("logit", "self", _logit),
+    "BinaryCrossEntropyBackward0": Pole("binary_cross_entropy", "self", _logit),
+    "SpecialEntrBackward0": Pole("entr", "self", _entropy),
+    "XlogyBackward0": Pole("xlogy", "other", torch.reciprocal),
+    "XlogyBackward1": Pole("xlogy", "other", torch.reciprocal),
+    "SpecialXlog1PyBackward0": Pole("xlog1py", "other", lambda x: (1 + x).reciprocal()),
+    "SpecialXlog1PyBackward1": Pole("xlog1py", "other", lambda x: (1 + x).reciprocal()),
+    "SqrtBackward0": Pole("sqrt", "result", torch.reciprocal),
+    "RsqrtBackward0": Pole("rsqrt", "result", lambda y: y**3),
+    "ReciprocalBackward0": Pole("reciprocal", "result", torch.square),
+    "DivBackward0": Pole("div", "other", torch.reciprocal),
+    "DivBackward2": Pole("div", "other", torch.reciprocal),
+    "AddcdivBackward0": Pole("addcdiv", "tensor2", torch.reciprocal),
+    "PowBackward1": Pole("pow", "self", torch.reciprocal),
+    "AcosBackward0": Pole("acos", "self", _arc),
+    "AsinBackward0": Pole("asin", "self", _arc),
+    "AtanhBackward0": Pole("atanh", "self", lambda x: (1 - x * x).reciprocal()),
+    "AcoshBackward0": Pole("acosh", "self", lambda x: (x * x - 1).rsqrt()),
+    "TanBackward0": Pole("tan", "result", lambda y: 1 + y * y),
+    "ErfinvBackward0": Pole("erfinv", "self", lambda x: x.erfinv().square().exp()),
+    "DigammaBackward0": Pole("digamma", "self", lambda x: torch.special.polygamma(1, x)),
+    "LgammaBackward0": Pole("lgamma", "self", torch.digamma),
+    "PolygammaBackward0": Pole("polygamma", "self", torch.reciprocal),
+    # the derivative of a norm is the vector divided by it
+    "LinalgVectorNormBackward0": Pole("vector_norm", "result", torch.reciprocal),
+    "NormBackward0": Pole("norm", "result", torch.reciprocal),
+    "NormBackward1": Pole("norm", "result", torch.reciprocal),
+    "StdBackward0": Pole("std", "result", torch.reciprocal),
+    "HypotBackward0": Pole("hypot", "result", torch.reciprocal),
+}
+
+
+def _pole_of(node: Any, name: str) -> Pole | None:
+    if name != "PowBackward0":
+        return POLES.get(name)
+    exponent = getattr(node, "_saved_exponent", 1)
+    if isinstance(exponent, (int, float)) and exponent < 1 and exponent != 0:
+        return Pole("pow", "self", lambda x: x ** (exponent - 1))
+    return None
+
+
+class _Sample(NamedTuple):
+    values: Tensor  # some of the values, in one dimension, at least float32
+    total: Tensor  # the sum of all
+    where: str  # the user's line, or ""
+
+
+def _sample_of(x: Tensor, with_line: bool) -> _Sample:
+    picked = x.detach()
+    if picked.is_contiguous():
+        step = -(-picked.numel() // _VALUES)
+        picked = picked.view(-1)[:: step | 1]  # an odd step: not one column of a matrix
+    else:
+        for dim in range(picked.dim()):
+            step = min(picked.size(dim), -(-picked.numel() // _VALUES))
+            picked = picked[(slice(None),) * dim + (slice(None, None, step),)]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    frame = outside(sys._getframe(2), ENGINES) if with_line else None
+    return _Sample(
+        picked.to(dtype, copy=True).reshape(-1),
+        x.detach().sum(dtype=dtype),
+        _line_of(frame),
+    )
+
+
+def _line_of(frame: FrameType | None) -> str:
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class _Found(NamedTuple):
+    """A pole that has samples of both runs."""
+
+    pole: Pole
+    exact: _Sample
+    restored: _Sample
+
+
+class SavedSamples:
+    """The samples of one region; the methods are called by C, and raise nothing."""
+
+    def __init__(self, codec: str, function: Any) -> None:
+        self.codec = codec
+        self.region = name_of(function)
+        self.given_up = False
+        self._start = private.next_node_number()
+        self._exact: dict[int, _Sample] = {}
+        self._restored: dict[int, _Sample] = {}
+        self._poles: list[tuple[int, Pole]] = []
+
+    def note_saved(self, slot: int, x: Tensor) -> None:
+        self._note(self._exact, slot, x, True)
+
+    def note_restored(self, slot: int, x: Tensor) -> None:
+        if slot in self._exact:
+            self._note(self._restored, slot, x, False)
+
+    def _note(self, samples: dict[int, _Sample], slot: int, x: Tensor, with_line: bool) -> None:
+        if self.given_up or not x.is_floating_point() or not x.numel() or x.is_leaf and x.requires_grad:
+            return
+        try:
+            if _is_capturing(x.device):
+                self.given_up = True
+                return
+            with torch.no_grad():
+                samples[slot] = _sample_of(x, with_line)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.given_up = True
+        logger.debug("gradckpt: samples of %s were not compared: %r", self.region, error)
+
+    def find_nodes(self, frame: Any, result: Any) -> bool:
+        """Find which operator saved what; return whether there is anything to compare."""
+        try:
+            self._poles = [] if self.given_up else list(_poles_behind(frame, result, self._start))
+            wanted = {slot for slot, _ in self._poles}
+            empty = torch.empty(0)
+            for slot, sample in self._exact.items():
+                if slot not in wanted:
+                    self._exact[slot] = sample._replace(values=empty)
+        except Exception as error:
+            self._give_up(error)
+        return not self.given_up and bool(self._exact)
+
+    def judge(self) -> None:
+        """Compare the samples of both runs, and warn."""
+        try:
+            found = None if self.given_up else self._compare()
+        except Exception as error:
+            self._give_up(error)
+            return
+        if found is None:
+            return
+        if found[1].device.type == "cpu" or _report is not None:
+            self._say(*found)
+        else:
+            _pending.append((self, *found))
+
+    def _compare(self) -> tuple[list[_Found], Tensor, list[str]] | None:
+        """Return the poles, the numbers of :func:`_compared` for each, and for the slots without
+        a pole, in further rows, whether they left the finite numbers."""
+        poles = [
+            _Found(pole, self._exact[slot], self._restored[slot])
+            for slot, pole in self._poles
+            if slot in self._exact and slot in self._restored
+        ]
+        pairs = [(sample, self._restored[slot]) for slot, sample in self._exact.items() if slot in self._restored]
+        if not pairs:
+            return None
+        with torch.no_grad():
+            rows = [_compared(each) for each in poles]
+            for exact, restored in pairs:
+                left = exact.total.isfinite() & ~restored.total.isfinite()
+                rows.append(torch.nn.functional.pad(left.float().reshape(1), (0, _COLUMNS - 1)))
+            device = rows[0].device
+            return poles, torch.stack([row.to(device) for row in rows]), [exact.where for exact, _ in pairs]
+
+    def _say(self, poles: list[_Found], numbers: Tensor, lines: list[str]) -> None:
+        rows = numbers.tolist()
+        worst, weight = None, 0.0
+        for pole, row in zip(poles, rows, strict=False):
+            verdict = _Verdict(*row)
+            if verdict.weight > weight:
+                worst, weight = (pole, verdict), verdict.weight
+        left = [line for line, row in zip(lines, rows[len(poles) :], strict=True) if row[0]]
+        if worst is not None:
+            say(self._text(worst[0].pole.name, worst[0].exact.where, worst[1], bool(left)))
+        elif left:
+            say(self._text("an operator", left[0], None, True))
+
+    def _text(self, op: str, line: str, verdict: _Verdict | None, left: bool) -> str:
+        at = f" ({line})" if line else ""
+        head = f"in {self.region}, {op}{at}"
+        instead = "lossless" if verdict is None or verdict.bf16 > FAILS else "bf16"
+        advice = f'pass compress="{instead}" to this region, or move {op} out of it.'
+        if verdict is None or verdict.left or left:
+            return (
+                f"gradckpt: {head} leaves its domain on inputs restored from {self.codec}, which makes gradients "
+                f"infinite or NaN; {advice}"
+            )
+        return (
+            f"gradckpt: {head} amplifies the error of {self.codec}: its derivative changes by {_percent(verdict.error)}"
+            f", with bf16 by {_percent(verdict.bf16)}; {advice}"
+        )
+
+
+# ---- the comparison ----
+
+_COLUMNS = 6
+
+
+class _Verdict(NamedTuple):
+    """What :func:`_compared` computes."""
+
+    left: float  # values whose derivative is no longer finite
+    reach: float  # of the derivatives, see REACH
+    relative: float  # RMS of the relative errors of the derivatives, each at most 1
+    relative_bf16: float
+    norm: float  # the relative error of the derivatives in the L2 norm, at most 1
+    norm_bf16: float
+
+    @property
+    def weight(self) -> float:
+        """How much worse than it may be; 0: nothing is to be said."""
+        if self.left:
+            return math.inf
+        if not self.reach >= REACH:
+            return 0.0
+        return self.error if _is_too_large(self.error, self.bf16) else 0.0
+
+    @property
+    def error(self) -> float:
+        return self._pair[0]
+
+    @property
+    def bf16(self) -> float:
+        return self._pair[1]
+
+    @property
+    def _pair(self) -> tuple[float, float]:
+        both = ((self.norm, self.norm_bf16), (self.relative, self.relative_bf16))
+        return max(both, key=lambda pair: (_is_too_large(*pair), pair[0]))
+
+
+def _is_too_large(error: float, bf16: float) -> bool:
+    return error > max(FLOOR, min(TIMES * bf16, FAILS))
+
+
+def _compared(found: _Found) -> Tensor:
+    derivative, u, v = found.pole.derivative, found.exact.values, found.restored.values
+    d, restored, rounded = derivative(u), derivative(v), derivative(u.to(torch.bfloat16).to(u.dtype))
+    good = d.isfinite()
+    size = torch.where(good, d, 0).abs()
+    tenth = size.sort().values[size.numel() // 10]
+    columns = [(good & ~restored.isfinite()).sum(), size.max() / tenth]
+    for other in (restored, rounded):
+        off = torch.where(good, (other - d).abs(), 0)
+        relative = torch.where(off > 0, off / size, 0).nan_to_num(1.0, 1.0).clamp(max=1)
+        columns += [relative.square().mean().sqrt(), (off.norm() / size.norm()).nan_to_num(0.0, 1.0).clamp(max=1)]
+    left, reach, relative, norm, relative_bf16, norm_bf16 = (each.double().reshape(()) for each in columns)
+    return torch.stack([left, reach, relative, relative_bf16, norm, norm_bf16]).float()
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:#.2g} %" if share < 0.0995 else f"{100 * share:.0f} %"
+
+
+# ---- the graph ----
+
+
+def _poles_behind(frame: Any, result: Any, start: int) -> Iterator[tuple[int, Pole]]:
+    """Yield the slots of poles among the nodes that the region has made."""
+    stack = [x.grad_fn for x in private.tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        pole = _pole_of(node, node.name())
+        if pole is not None:
+            holder = getattr(getattr(node, f"_raw_saved_{pole.argument}", None), "data", None)
+            slot = getattr(holder, "slot", None)
+            if slot is not None and slot[0] is frame:
+                yield slot[1], pole
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen and start <= other._sequence_nr() < 2**63 and len(seen) < _NODES:
+                seen.add(other)
+                stack.append(other)
+
+
+# ---- what is said ----
+
+#: Verdicts of devices, which are read in the next step.
+_pending: list[tuple[SavedSamples, list[_Found], Tensor, list[str]]] = []
+
+#: What takes the texts in place of a warning; None: nothing does.
+_report: list[str] | None = None
+
+
+def say(text: str) -> None:
+    if _report is not None:
+        _report.append(text)
+    else:
+        warn_user(text, UserWarning)
+
+
+def read_pending() -> None:
+    """Read the verdicts of devices, unless a graph is captured."""
+    while _pending and not _is_capturing(_pending[0][2].device):
+        samples, *found = _pending.pop(0)
+        samples._say(*found)
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[list[str]]:
+    """Look at all kinds of regions anew, and collect what would be said."""
+    global _report
+    around, before = _report, _C.judge_anew(True)
+    _report = texts = []
+    try:
+        yield texts
+    finally:
+        _report = around
+        _C.judge_anew(before)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    capturing = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    return capturing is not None and capturing()
