@@ -9,7 +9,7 @@
 enum {
     GCK_NPLANS = 4,                /* values of compress= that are remembered, parsed        */
     GCK_NRECENT = 8,               /* latest payloads, among which sharing.c searches        */
-    GCK_NKINDS = 64,               /* kinds of regions that saved_samples.c judges           */
+    GCK_NKINDS = 512,              /* kinds of regions that saved_samples.c judges           */
 };
 
 /* compress= after parsing. */

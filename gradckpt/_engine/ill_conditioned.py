@@ -11,6 +11,7 @@ same values. No code of the user runs for that.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import sys
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradckpt import _C
+from gradckpt import _C, codecs
 from gradckpt._config import warn_user
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import name_of
@@ -35,34 +36,46 @@ _VALUES = 4096
 #: The number of nodes of a region's graph that are looked at.
 _NODES = 4096
 
-#: A pole is reached where the largest derivative of a sample is so many times that of its tenth
-#: part with the smallest derivatives.
-REACH = 8.0
+#: A pole is reached where nine of ten values are so many times as far from it as the nearest one,
+#: or nearer. That is at least 200 in tests/engine/test_ill_conditioned.py where an operator is to be
+#: named, and at most 4 where none is.
+REACH = 16.0
 
-#: An operator is named for an error of its derivative above this, and above so many times bf16's.
+#: An operator is named for an error of its derivative above this, above so many times bf16's, and
+#: above so many times the ordinary error of the codec: with less, nothing is amplified.
 FLOOR = 0.01
-TIMES = 3.0
+TIMES_BF16 = 3.0
+TIMES_CODEC = 2.0
 
 #: An error above this is too large whatever bf16's is, and bf16's own is then no help.
 FAILS = 0.3
 
-Derivative = Callable[[Tensor], Tensor]
+Elementwise = Callable[[Tensor], Tensor]
 
 
 class Pole(NamedTuple):
-    """An operator, the tensor that its node saves, and its derivative, up to a factor, at that."""
+    """An operator with a pole or an edge: the tensor that its node saves, and functions of that."""
 
     name: str
     argument: str
-    derivative: Derivative
+    derivative: Elementwise  # up to a factor
+    distance: Elementwise  # from the pole or edge, up to a factor
 
 
-def _entropy(x: Tensor) -> Tensor:
-    return x.log() + 1
+def _at_zero(name: str, argument: str, derivative: Elementwise = torch.reciprocal) -> Pole:
+    return Pole(name, argument, derivative, torch.abs)
 
 
-def _logit(x: Tensor) -> Tensor:
-    return (x * (1 - x)).reciprocal()
+def _at_one(name: str, derivative: Elementwise) -> Pole:
+    return Pole(name, "self", derivative, lambda x: 1 - x.abs())
+
+
+def _at_minus_one(name: str, argument: str) -> Pole:
+    return Pole(name, argument, lambda x: (1 + x).reciprocal(), lambda x: 1 + x)
+
+
+def _at_both(name: str) -> Pole:
+    return Pole(name, "self", lambda x: (x * (1 - x)).reciprocal(), lambda x: x * (1 - x))
 
 
 def _arc(x: Tensor) -> Tensor:
@@ -72,39 +85,39 @@ def _arc(x: Tensor) -> Tensor:
 #: By torch's name of the node. csrc/engine/saved/saved_node.c lists the same nodes ("poles"), and a
 #: test compares the two.
 POLES: dict[str, Pole] = {
-    "LogBackward0": Pole("log", "self", torch.reciprocal),
-    "Log2Backward0": Pole("log2", "self", torch.reciprocal),
-    "Log10Backward0": Pole("log10", "self", torch.reciprocal),
-    "Log1PBackward0": Pole("log1p", "self", lambda x: (1 + x).reciprocal()),
-    "LogitBackward0": Pole("logit", "self", _logit),
-    "BinaryCrossEntropyBackward0": Pole("binary_cross_entropy", "self", _logit),
-    "SpecialEntrBackward0": Pole("entr", "self", _entropy),
-    "XlogyBackward0": Pole("xlogy", "other", torch.reciprocal),
-    "XlogyBackward1": Pole("xlogy", "other", torch.reciprocal),
-    "SpecialXlog1PyBackward0": Pole("xlog1py", "other", lambda x: (1 + x).reciprocal()),
-    "SpecialXlog1PyBackward1": Pole("xlog1py", "other", lambda x: (1 + x).reciprocal()),
-    "SqrtBackward0": Pole("sqrt", "result", torch.reciprocal),
-    "RsqrtBackward0": Pole("rsqrt", "result", lambda y: y**3),
-    "ReciprocalBackward0": Pole("reciprocal", "result", torch.square),
-    "DivBackward0": Pole("div", "other", torch.reciprocal),
-    "DivBackward2": Pole("div", "other", torch.reciprocal),
-    "AddcdivBackward0": Pole("addcdiv", "tensor2", torch.reciprocal),
-    "PowBackward1": Pole("pow", "self", torch.reciprocal),
-    "AcosBackward0": Pole("acos", "self", _arc),
-    "AsinBackward0": Pole("asin", "self", _arc),
-    "AtanhBackward0": Pole("atanh", "self", lambda x: (1 - x * x).reciprocal()),
-    "AcoshBackward0": Pole("acosh", "self", lambda x: (x * x - 1).rsqrt()),
-    "TanBackward0": Pole("tan", "result", lambda y: 1 + y * y),
-    "ErfinvBackward0": Pole("erfinv", "self", lambda x: x.erfinv().square().exp()),
-    "DigammaBackward0": Pole("digamma", "self", lambda x: torch.special.polygamma(1, x)),
-    "LgammaBackward0": Pole("lgamma", "self", torch.digamma),
-    "PolygammaBackward0": Pole("polygamma", "self", torch.reciprocal),
+    "LogBackward0": _at_zero("log", "self"),
+    "Log2Backward0": _at_zero("log2", "self"),
+    "Log10Backward0": _at_zero("log10", "self"),
+    "Log1PBackward0": _at_minus_one("log1p", "self"),
+    "LogitBackward0": _at_both("logit"),
+    "BinaryCrossEntropyBackward0": _at_both("binary_cross_entropy"),
+    "SpecialEntrBackward0": _at_zero("entr", "self", lambda x: x.log() + 1),
+    "XlogyBackward0": _at_zero("xlogy", "other"),
+    "XlogyBackward1": _at_zero("xlogy", "other"),
+    "SpecialXlog1PyBackward0": _at_minus_one("xlog1py", "other"),
+    "SpecialXlog1PyBackward1": _at_minus_one("xlog1py", "other"),
+    "SqrtBackward0": Pole("sqrt", "result", torch.reciprocal, torch.square),
+    "RsqrtBackward0": Pole("rsqrt", "result", lambda y: y**3, lambda y: y**-2),
+    "ReciprocalBackward0": Pole("reciprocal", "result", torch.square, lambda y: y.abs().reciprocal()),
+    "DivBackward0": _at_zero("div", "other"),
+    "DivBackward2": _at_zero("div", "other"),
+    "AddcdivBackward0": _at_zero("addcdiv", "tensor2"),
+    "PowBackward1": _at_zero("pow", "self"),
+    "AcosBackward0": _at_one("acos", _arc),
+    "AsinBackward0": _at_one("asin", _arc),
+    "AtanhBackward0": _at_one("atanh", lambda x: (1 - x * x).reciprocal()),
+    "AcoshBackward0": Pole("acosh", "self", lambda x: (x * x - 1).rsqrt(), lambda x: x - 1),
+    "TanBackward0": Pole("tan", "result", lambda y: 1 + y * y, lambda y: (1 + y * y).rsqrt()),
+    "ErfinvBackward0": _at_one("erfinv", lambda x: x.erfinv().square().exp()),
+    "DigammaBackward0": _at_zero("digamma", "self", lambda x: torch.special.polygamma(1, x)),
+    "LgammaBackward0": _at_zero("lgamma", "self", torch.digamma),
+    "PolygammaBackward0": _at_zero("polygamma", "self"),
     # the derivative of a norm is the vector divided by it
-    "LinalgVectorNormBackward0": Pole("vector_norm", "result", torch.reciprocal),
-    "NormBackward0": Pole("norm", "result", torch.reciprocal),
-    "NormBackward1": Pole("norm", "result", torch.reciprocal),
-    "StdBackward0": Pole("std", "result", torch.reciprocal),
-    "HypotBackward0": Pole("hypot", "result", torch.reciprocal),
+    "LinalgVectorNormBackward0": _at_zero("vector_norm", "result"),
+    "NormBackward0": _at_zero("norm", "result"),
+    "NormBackward1": _at_zero("norm", "result"),
+    "StdBackward0": _at_zero("std", "result"),
+    "HypotBackward0": _at_zero("hypot", "result"),
 }
 
 
@@ -113,13 +126,12 @@ def _pole_of(node: Any, name: str) -> Pole | None:
         return POLES.get(name)
     exponent = getattr(node, "_saved_exponent", 1)
     if isinstance(exponent, (int, float)) and exponent < 1 and exponent != 0:
-        return Pole("pow", "self", lambda x: x ** (exponent - 1))
+        return _at_zero("pow", "self", lambda x: x ** (exponent - 1))
     return None
 
 
 class _Sample(NamedTuple):
-    values: Tensor  # some of the values, in one dimension, at least float32
-    total: Tensor  # the sum of all
+    values: Tensor  # the least, the largest and some others, in one dimension, at least float32
     where: str  # the user's line, or ""
 
 
@@ -132,13 +144,9 @@ def _sample_of(x: Tensor, with_line: bool) -> _Sample:
         for dim in range(picked.dim()):
             step = min(picked.size(dim), -(-picked.numel() // _VALUES))
             picked = picked[(slice(None),) * dim + (slice(None, None, step),)]
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    values = torch.cat((torch.stack(x.detach().aminmax()), picked.reshape(-1)))
     frame = outside(sys._getframe(2), ENGINES) if with_line else None
-    return _Sample(
-        picked.to(dtype, copy=True).reshape(-1),
-        x.detach().sum(dtype=dtype),
-        _line_of(frame),
-    )
+    return _Sample(values.to(torch.promote_types(x.dtype, torch.float32)), _line_of(frame))
 
 
 def _line_of(frame: FrameType | None) -> str:
@@ -193,10 +201,9 @@ class SavedSamples:
         try:
             self._poles = [] if self.given_up else list(_poles_behind(frame, result, self._start))
             wanted = {slot for slot, _ in self._poles}
-            empty = torch.empty(0)
             for slot, sample in self._exact.items():
                 if slot not in wanted:
-                    self._exact[slot] = sample._replace(values=empty)
+                    self._exact[slot] = sample._replace(values=sample.values[:2].clone())
         except Exception as error:
             self._give_up(error)
         return not self.given_up and bool(self._exact)
@@ -229,7 +236,7 @@ class SavedSamples:
         with torch.no_grad():
             rows = [_compared(each) for each in poles]
             for exact, restored in pairs:
-                left = exact.total.isfinite() & ~restored.total.isfinite()
+                left = exact.values[:2].isfinite().all() & ~restored.values[:2].isfinite().all()
                 rows.append(torch.nn.functional.pad(left.float().reshape(1), (0, _COLUMNS - 1)))
             device = rows[0].device
             return poles, torch.stack([row.to(device) for row in rows]), [exact.where for exact, _ in pairs]
@@ -239,8 +246,8 @@ class SavedSamples:
         worst, weight = None, 0.0
         for pole, row in zip(poles, rows, strict=False):
             verdict = _Verdict(*row)
-            if verdict.weight > weight:
-                worst, weight = (pole, verdict), verdict.weight
+            if verdict.weight(self.codec) > weight:
+                worst, weight = (pole, verdict), verdict.weight(self.codec)
         left = [line for line, row in zip(lines, rows[len(poles) :], strict=True) if row[0]]
         if worst is not None:
             say(self._text(worst[0].pole.name, worst[0].exact.where, worst[1], bool(left)))
@@ -250,7 +257,8 @@ class SavedSamples:
     def _text(self, op: str, line: str, verdict: _Verdict | None, left: bool) -> str:
         at = f" ({line})" if line else ""
         head = f"in {self.region}, {op}{at}"
-        instead = "lossless" if verdict is None or verdict.bf16 > FAILS else "bf16"
+        error, bf16 = (0.0, 0.0) if verdict is None else verdict.errors(self.codec)
+        instead = "lossless" if verdict is None or max(verdict.norm_bf16, verdict.relative_bf16) > FAILS else "bf16"
         advice = f'pass compress="{instead}" to this region, or move {op} out of it.'
         if verdict is None or verdict.left or left:
             return (
@@ -258,8 +266,8 @@ class SavedSamples:
                 f"infinite or NaN; {advice}"
             )
         return (
-            f"gradckpt: {head} amplifies the error of {self.codec}: its derivative changes by {_percent(verdict.error)}"
-            f", with bf16 by {_percent(verdict.bf16)}; {advice}"
+            f"gradckpt: {head} amplifies the error of {self.codec}: its derivative changes by {_percent(error)}, "
+            f"with bf16 by {_percent(bf16)}; {advice}"
         )
 
 
@@ -272,37 +280,34 @@ class _Verdict(NamedTuple):
     """What :func:`_compared` computes."""
 
     left: float  # values whose derivative is no longer finite
-    reach: float  # of the derivatives, see REACH
+    reach: float  # see REACH
     relative: float  # RMS of the relative errors of the derivatives, each at most 1
     relative_bf16: float
     norm: float  # the relative error of the derivatives in the L2 norm, at most 1
     norm_bf16: float
 
-    @property
-    def weight(self) -> float:
-        """How much worse than it may be; 0: nothing is to be said."""
+    def weight(self, codec: str) -> float:
+        """Return how bad it is; 0: nothing is to be said."""
         if self.left:
             return math.inf
-        if not self.reach >= REACH:
-            return 0.0
-        return self.error if _is_too_large(self.error, self.bf16) else 0.0
+        return self.errors(codec)[0] if self.reach >= REACH else 0.0
 
-    @property
-    def error(self) -> float:
-        return self._pair[0]
-
-    @property
-    def bf16(self) -> float:
-        return self._pair[1]
-
-    @property
-    def _pair(self) -> tuple[float, float]:
-        both = ((self.norm, self.norm_bf16), (self.relative, self.relative_bf16))
-        return max(both, key=lambda pair: (_is_too_large(*pair), pair[0]))
+    def errors(self, codec: str) -> tuple[float, float]:
+        """Return the larger error that is too large, and bf16's, or zeros."""
+        least = max(FLOOR, TIMES_CODEC * ordinary_error(codec))
+        both = (self.norm, self.norm_bf16), (self.relative, self.relative_bf16)
+        return max(
+            ((error, bf16) for error, bf16 in both if error > max(least, min(TIMES_BF16 * bf16, FAILS))),
+            default=(0.0, 0.0),
+        )
 
 
-def _is_too_large(error: float, bf16: float) -> bool:
-    return error > max(FLOOR, min(TIMES * bf16, FAILS))
+@functools.cache
+def ordinary_error(codec: str) -> float:
+    """Return the relative L2 error of Gaussian values in a codec."""
+    levels = torch.linspace(-1, 1, 4098)[1:-1].erfinv().reshape(128, 32).t().contiguous()
+    restored = codecs.encode(levels, codec).decode()
+    return float((restored - levels).norm() / levels.norm())
 
 
 def _compared(found: _Found) -> Tensor:
@@ -310,8 +315,9 @@ def _compared(found: _Found) -> Tensor:
     d, restored, rounded = derivative(u), derivative(v), derivative(u.to(torch.bfloat16).to(u.dtype))
     good = d.isfinite()
     size = torch.where(good, d, 0).abs()
-    tenth = size.sort().values[size.numel() // 10]
-    columns = [(good & ~restored.isfinite()).sum(), size.max() / tenth]
+    distance = torch.where(good, found.pole.distance(u), math.inf).sort().values
+    most = torch.where(good, found.pole.distance(u), -math.inf).sort().values[-1 - good.numel() // 10]
+    columns = [(good & ~restored.isfinite()).sum(), most / distance[0]]
     for other in (restored, rounded):
         off = torch.where(good, (other - d).abs(), 0)
         relative = torch.where(off > 0, off / size, 0).nan_to_num(1.0, 1.0).clamp(max=1)
@@ -370,14 +376,19 @@ def read_pending() -> None:
 
 @contextlib.contextmanager
 def reported() -> Iterator[list[str]]:
-    """Look at all kinds of regions anew, and collect what would be said."""
+    """Look at all kinds of regions anew, and collect what would be said; within such a block,
+    another one adds to the list of that.
+    """
     global _report
-    around, before = _report, _C.judge_anew(True)
+    if _report is not None:
+        yield _report
+        return
+    before = _C.judge_anew(True)
     _report = texts = []
     try:
         yield texts
     finally:
-        _report = around
+        _report = None
         _C.judge_anew(before)
 
 
