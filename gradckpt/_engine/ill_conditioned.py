@@ -41,6 +41,14 @@ _NODES = 4096
 #: named, and at most 4 where none is.
 REACH = 16.0
 
+#: Of 64 parts of the values, by their distance from the pole, the one with the largest relative
+#: errors of distances has so many times those of all but the nearest quarter, or errors as large as
+#: the distances. Not so behind exp, sigmoid or softmax in the same region: they make errors relative
+#: to each result, which cancel with their derivatives.
+GROWTH = 4.0
+_PARTS = 64
+_WHOLE = 0.8
+
 #: An operator is named for an error of its derivative above this, above so many times bf16's, and
 #: above so many times the ordinary error of the codec: with less, nothing is amplified.
 FLOOR = 0.01
@@ -164,8 +172,9 @@ class _Found(NamedTuple):
 class SavedSamples:
     """The samples of one region; the methods are called by C, and raise nothing."""
 
-    def __init__(self, codec: str, function: Any) -> None:
+    def __init__(self, codec: str, function: Any, of_policy: int) -> None:
         self.codec = codec
+        self.of_policy = of_policy  # the codec is that of kept outputs, not of the region's inputs
         self.region = name_of(function)
         self.given_up = False
         self._start = private.next_node_number()
@@ -259,10 +268,11 @@ class SavedSamples:
         head = f"in {self.region}, {op}{at}"
         error, bf16 = (0.0, 0.0) if verdict is None else verdict.errors(self.codec)
         instead = "lossless" if verdict is None or max(verdict.norm_bf16, verdict.relative_bf16) > FAILS else "bf16"
-        advice = f'pass compress="{instead}" to this region, or move {op} out of it.'
+        place = f'keep "{instead}" in its policy' if self.of_policy else f'pass compress="{instead}" to this region'
+        advice = f"{place}, or move {op} out of it."
         if verdict is None or verdict.left or left:
             return (
-                f"gradckpt: {head} leaves its domain on inputs restored from {self.codec}, which makes gradients "
+                f"gradckpt: {head} leaves its domain on values restored from {self.codec}, which makes gradients "
                 f"infinite or NaN; {advice}"
             )
         return (
@@ -273,7 +283,9 @@ class SavedSamples:
 
 # ---- the comparison ----
 
-_COLUMNS = 6
+_COLUMNS = 7
+
+_HUGE = 1e12  # its square is finite
 
 
 class _Verdict(NamedTuple):
@@ -281,6 +293,7 @@ class _Verdict(NamedTuple):
 
     left: float  # values whose derivative is no longer finite
     reach: float  # see REACH
+    growth: float  # see GROWTH
     relative: float  # RMS of the relative errors of the derivatives, each at most 1
     relative_bf16: float
     norm: float  # the relative error of the derivatives in the L2 norm, at most 1
@@ -290,7 +303,7 @@ class _Verdict(NamedTuple):
         """Return how bad it is; 0: nothing is to be said."""
         if self.left:
             return math.inf
-        return self.errors(codec)[0] if self.reach >= REACH else 0.0
+        return self.errors(codec)[0] if self.reach >= REACH and self.growth >= GROWTH else 0.0
 
     def errors(self, codec: str) -> tuple[float, float]:
         """Return the larger error that is too large, and bf16's, or zeros."""
@@ -315,15 +328,26 @@ def _compared(found: _Found) -> Tensor:
     d, restored, rounded = derivative(u), derivative(v), derivative(u.to(torch.bfloat16).to(u.dtype))
     good = d.isfinite()
     size = torch.where(good, d, 0).abs()
-    distance = torch.where(good, found.pole.distance(u), math.inf).sort().values
-    most = torch.where(good, found.pole.distance(u), -math.inf).sort().values[-1 - good.numel() // 10]
-    columns = [(good & ~restored.isfinite()).sum(), most / distance[0]]
+    columns = [(good & ~restored.isfinite()).sum(), *_reach_and_growth(found, good)]
     for other in (restored, rounded):
         off = torch.where(good, (other - d).abs(), 0)
         relative = torch.where(off > 0, off / size, 0).nan_to_num(1.0, 1.0).clamp(max=1)
         columns += [relative.square().mean().sqrt(), (off.norm() / size.norm()).nan_to_num(0.0, 1.0).clamp(max=1)]
-    left, reach, relative, norm, relative_bf16, norm_bf16 = (each.double().reshape(()) for each in columns)
-    return torch.stack([left, reach, relative, relative_bf16, norm, norm_bf16]).float()
+    left, reach, growth, relative, norm, relative_bf16, norm_bf16 = (each.double().reshape(()) for each in columns)
+    return torch.stack([left, reach, growth, relative, relative_bf16, norm, norm_bf16]).float()
+
+
+def _reach_and_growth(found: _Found, good: Tensor) -> tuple[Tensor, Tensor]:
+    distance, n = found.pole.distance(found.exact.values), good.numel()
+    off = ((found.pole.distance(found.restored.values) - distance) / distance).nan_to_num(1.0).abs().clamp(max=_HUGE)
+    far = torch.where(good, distance, math.inf)
+    order = far.argsort()
+    errors = torch.where(good, off, 0)[order].square()
+    parts = min(n, _PARTS)
+    worst = errors[: n // parts * parts].view(parts, -1).mean(1).max().sqrt()
+    growth = torch.where(worst >= _WHOLE, math.inf, worst / errors[n // 4 :].mean().sqrt())
+    most = torch.where(good, distance, -math.inf).sort().values[-1 - n // 10]
+    return most / far[order[0]], growth
 
 
 def _percent(share: float) -> str:

@@ -99,23 +99,34 @@ PyObject *gck_judge_anew(PyObject *module, PyObject *on)
 
 /* ---- samples ---- */
 
+/* The codec whose error the recompute meets: that of the arguments, else of outputs that the policy keeps.  NULL:
+ * none, a function decides, or it is bf16, with which the others are compared. */
+static const gck_codec *codec_of(const gck_frame *frame, const gck_plan *plan)
+{
+    const gck_op_storage *store = gck_frame_store(frame);
+    const gck_op_policy *policy = store != NULL && store->policy != NULL && store->policy->lossy ? store->policy : NULL;
+    const gck_codec *codec = frame->approximate && gck_plan_is_lossy(plan) ? plan->codec : NULL;
+
+    for (int i = 0; codec == NULL && policy != NULL && i < policy->n; i++) {
+        codec = gck_plan_is_lossy(&policy->named[i].plan) ? policy->named[i].plan.codec : NULL;
+    }
+    return codec != NULL && strcmp(codec->name, "bf16") == 0 ? NULL : codec;
+}
+
 int gck_samples_begin(gck_frame *frame, const gck_plan *plan)
 {
     gck_state *state = frame->state;
+    const gck_codec *codec = frame->fake_quantized ? NULL : codec_of(frame, plan);
+    gck_kind *row = codec != NULL ? row_of(state, frame->function, codec) : NULL;
 
-    /* bf16 is what the others are compared with */
-    if (!frame->approximate || frame->fake_quantized || !gck_plan_is_lossy(plan)
-        || strcmp(plan->codec->name, "bf16") == 0) {
-        return 0;
-    }
-    gck_kind *row = row_of(state, frame->function, plan->codec);
     if (row == NULL || row->looks < 0 || row->looks >= MOST_LOOKS || row->open || gck_runs_again()) {
         return PyErr_Occurred() ? -1 : 0;
     }
     row->looks++;
     row->open = 1;
     frame->kind = (int)(row - state->kinds);
-    frame->samples = PyObject_CallFunction(state->py.call.saved_samples, "sO", plan->codec->name, frame->function);
+    frame->samples = PyObject_CallFunction(state->py.call.saved_samples, "sOi", codec->name, frame->function,
+                                           codec != plan->codec);
     return frame->samples != NULL ? 0 : -1;
 }
 
