@@ -33,13 +33,10 @@ logger = logging.getLogger("gradckpt")
 #: The number of values in a sample.
 _VALUES = 4096
 
-#: The number of nodes of a region's graph that are looked at.
-_NODES = 4096
-
 #: A pole is reached where nine of ten values are so many times as far from it as the nearest one,
 #: or nearer. That is at least 200 in tests/engine/test_ill_conditioned.py where an operator is to be
 #: named, and at most 4 where none is.
-REACH = 16.0
+REACH = 8.0
 
 #: Of 64 parts of the values, by their distance from the pole, the one with the largest relative
 #: errors of distances has so many times those of all but the nearest quarter, or errors as large as
@@ -190,13 +187,15 @@ class SavedSamples:
             self._note(self._restored, slot, x, False)
 
     def _note(self, samples: dict[int, _Sample], slot: int, x: Tensor, with_line: bool) -> None:
-        if self.given_up or not x.is_floating_point() or not x.numel() or x.is_leaf and x.requires_grad:
+        if self.given_up:
             return
         try:
-            if _is_capturing(x.device):
-                self.given_up = True
-                return
-            with torch.no_grad():
+            with torch.no_grad(), private.without_function_modes():
+                if not x.is_floating_point() or not x.numel() or (x.is_leaf and x.requires_grad):
+                    return
+                if _is_capturing(x.device):
+                    self.given_up = True
+                    return
                 samples[slot] = _sample_of(x, with_line)
         except Exception as error:
             self._give_up(error)
@@ -205,14 +204,18 @@ class SavedSamples:
         self.given_up = True
         logger.debug("gradckpt: samples of %s were not compared: %r", self.region, error)
 
-    def find_nodes(self, frame: Any, result: Any) -> bool:
-        """Find which operator saved what; return whether there is anything to compare."""
+    def find_nodes(self, frame: Any, result: Any, most: int) -> bool:
+        """Find which operator saved what; return whether there is anything to compare.
+
+        ``most``: so many nodes may be looked at; see csrc/engine/region/origin.h.
+        """
         try:
-            self._poles = [] if self.given_up else list(_poles_behind(frame, result, self._start))
-            wanted = {slot for slot, _ in self._poles}
-            for slot, sample in self._exact.items():
-                if slot not in wanted:
-                    self._exact[slot] = sample._replace(values=sample.values[:2].clone())
+            with private.without_function_modes():
+                self._poles = [] if self.given_up else list(_poles_behind(frame, result, self._start, most))
+                wanted = {slot for slot, _ in self._poles}
+                for slot, sample in self._exact.items():
+                    if slot not in wanted:
+                        self._exact[slot] = sample._replace(values=sample.values[:2].clone())
         except Exception as error:
             self._give_up(error)
         return not self.given_up and bool(self._exact)
@@ -226,10 +229,10 @@ class SavedSamples:
             return
         if found is None:
             return
-        if found[1].device.type == "cpu" or _report is not None:
+        if _is_read_at_once(found[1].device) or _report is not None:
             self._say(*found)
         else:
-            _pending.append((self, *found))
+            pending.append((self, *found))
 
     def _compare(self) -> tuple[list[_Found], Tensor, list[str]] | None:
         """Return the poles, the numbers of :func:`_compared` for each, and for the slots without
@@ -242,7 +245,7 @@ class SavedSamples:
         pairs = [(sample, self._restored[slot]) for slot, sample in self._exact.items() if slot in self._restored]
         if not pairs:
             return None
-        with torch.no_grad():
+        with torch.no_grad(), private.without_function_modes():
             rows = [_compared(each) for each in poles]
             for exact, restored in pairs:
                 left = exact.values[:2].isfinite().all() & ~restored.values[:2].isfinite().all()
@@ -267,7 +270,8 @@ class SavedSamples:
         at = f" ({line})" if line else ""
         head = f"in {self.region}, {op}{at}"
         error, bf16 = (0.0, 0.0) if verdict is None else verdict.errors(self.codec)
-        instead = "lossless" if verdict is None or max(verdict.norm_bf16, verdict.relative_bf16) > FAILS else "bf16"
+        fails = verdict is None or max(verdict.norm_bf16, verdict.relative_bf16) > FAILS
+        instead = "lossless" if fails or self.codec == "bf16" else "bf16"
         place = f'keep "{instead}" in its policy' if self.of_policy else f'pass compress="{instead}" to this region'
         advice = f"{place}, or move {op} out of it."
         if verdict is None or verdict.left or left:
@@ -357,28 +361,29 @@ def _percent(share: float) -> str:
 # ---- the graph ----
 
 
-def _poles_behind(frame: Any, result: Any, start: int) -> Iterator[tuple[int, Pole]]:
-    """Yield the slots of poles among the nodes that the region has made."""
+def _poles_behind(frame: Any, result: Any, start: int, most: int) -> Iterator[tuple[int, Pole]]:
+    """Yield the slots of poles among the nodes that the region has made, of which ``most`` are looked at."""
     stack = [x.grad_fn for x in private.tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]
-    seen = set(stack)
-    while stack:
+    seen: set[int] = set()  # their numbers
+    while stack and len(seen) < most:
         node = stack.pop()
+        number = node._sequence_nr()
+        if number in seen or not start <= number < 2**63:  # not the region's, or a leaf's
+            continue
+        seen.add(number)
         pole = _pole_of(node, node.name())
         if pole is not None:
             holder = getattr(getattr(node, f"_raw_saved_{pole.argument}", None), "data", None)
             slot = getattr(holder, "slot", None)
             if slot is not None and slot[0] is frame:
                 yield slot[1], pole
-        for other, _ in node.next_functions:
-            if other is not None and other not in seen and start <= other._sequence_nr() < 2**63 and len(seen) < _NODES:
-                seen.add(other)
-                stack.append(other)
+        stack += [other for other, _ in node.next_functions if other is not None]
 
 
 # ---- what is said ----
 
 #: Verdicts of devices, which are read in the next step.
-_pending: list[tuple[SavedSamples, list[_Found], Tensor, list[str]]] = []
+pending: list[tuple[SavedSamples, list[_Found], Tensor, list[str]]] = []
 
 #: What takes the texts in place of a warning; None: nothing does.
 _report: list[str] | None = None
@@ -393,8 +398,8 @@ def say(text: str) -> None:
 
 def read_pending() -> None:
     """Read the verdicts of devices, unless a graph is captured."""
-    while _pending and not _is_capturing(_pending[0][2].device):
-        samples, *found = _pending.pop(0)
+    while pending and not _is_capturing(pending[0][2].device):
+        samples, *found = pending.pop(0)
         samples._say(*found)
 
 
@@ -414,6 +419,10 @@ def reported() -> Iterator[list[str]]:
     finally:
         _report = None
         _C.judge_anew(before)
+
+
+def _is_read_at_once(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _is_capturing(device: torch.device) -> bool:

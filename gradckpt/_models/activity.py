@@ -106,7 +106,8 @@ def say(reason: str, mend: bool = True) -> None:
 def note_step(eligible: int) -> None:
     """Look at a backward that meets a region, before the first of them runs again;
     ``eligible``: regions so far."""
-    ill_conditioned.read_pending()
+    if ill_conditioned.pending:
+        ill_conditioned.read_pending()
     looks = _now()  # first: it forgets the policy of before a reset
     if looks.steps >= PATIENCE or (not eligible and selective.latest is None):
         return

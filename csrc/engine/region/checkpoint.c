@@ -15,7 +15,7 @@
 #include "engine/region/recompute.h"
 #include "engine/region/region.h"
 #include "engine/region/region_node.h"
-#include "engine/region/saved_samples.h"
+#include "engine/region/running.h"
 
 const char gck_checkpoint_doc[] =
     "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, "
@@ -146,6 +146,21 @@ static int check_accelerator(const gck_py *py, int before)
     return after < 0 ? -1 : 0;
 }
 
+/* Take samples where the recompute will meet the error of a codec: of the arguments', else of one in which the policy
+ * keeps outputs.  A recompute of a region around has other values than its forward already.  0 or -1. */
+static int sample(gck_frame *frame, const gck_plan *plan)
+{
+    const gck_op_storage *store = gck_frame_store(frame);
+    const gck_op_policy *policy = store != NULL && store->policy != NULL && store->policy->lossy ? store->policy : NULL;
+    const gck_codec *own = frame->approximate && gck_plan_is_lossy(plan) ? plan->codec : NULL, *codec = own;
+
+    for (int i = 0; codec == NULL && policy != NULL && i < policy->n; i++) {
+        codec = gck_plan_is_lossy(&policy->named[i].plan) ? policy->named[i].plan.codec : NULL;
+    }
+    return codec == NULL || frame->fake_quantized || gck_runs_again()
+        ? 0 : gck_samples_begin(&frame->samples, frame->function, codec, own == NULL);
+}
+
 /* Run the call with grad on. */
 static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o, const gck_plan *plan,
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
@@ -161,7 +176,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     frame->early_stop = gck_options_overridden(state, state->py.names._enable_checkpoint_early_stop, o->early_stop, 1);
     if (preserve < 0 || frame->early_stop < 0
         || gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) < 0
-        || gck_samples_begin(frame, &packing.plan) < 0 || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
+        || sample(frame, &packing.plan) < 0 || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;
     }
     result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
@@ -172,7 +187,8 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
                            || gck_input_aliasing_check(&packing.aliases, &state->py) < 0)) {
         Py_CLEAR(result);
     }
-    if (result != NULL && frame->samples != NULL && gck_samples_returned(frame, result) < 0) {
+    if (result != NULL
+        && gck_samples_returned(&frame->samples, (PyObject *)frame, result, GCK_NODES - state->nodes_known) < 0) {
         Py_CLEAR(result);
     }
     if (result != NULL && frame->calls != NULL

@@ -3,7 +3,6 @@
 
 #include "engine/innermost_hooks.h"
 #include "engine/payload/rounding.h"
-#include "engine/region/saved_samples.h"
 #include "engine/selective/op_mixing.h"
 #include "engine/selective/selective_mode.h"
 
@@ -15,7 +14,7 @@ gck_frame *gck_frame_new(gck_state *state)
     gck_frame *frame = (gck_frame *)PyType_GenericAlloc(state->Frame, 0);
 
     if (frame != NULL) {
-        frame->state = frame->recomputed.state = state;
+        frame->state = frame->recomputed.state = frame->samples.state = state;
         frame->rounding = gck_rounding_of_region(state);
     }
     return frame;
@@ -69,7 +68,7 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     holder->index = frame->nslots;
     frame->state->nodes_known += origin.node != NULL;
     frame->slots[frame->nslots++] = (gck_slot){holder, meta, origin};
-    if (frame->samples != NULL && gck_samples_saved(frame, holder->index, x) < 0) {
+    if (frame->phase == GCK_RECORDING && gck_samples_saved(&frame->samples, holder->index, x) < 0) {
         Py_DECREF((PyObject *)holder);
         return NULL;
     }
@@ -106,7 +105,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT((PyObject *)frame->store);
     Py_VISIT(frame->calls);
     Py_VISIT(frame->remat);
-    Py_VISIT(frame->samples);
+    Py_VISIT(frame->samples.taken);
     Py_VISIT(frame->node.policy_fn);
     Py_VISIT(frame->node.parameters_in);
     Py_VISIT(frame->node.outputs);
@@ -159,7 +158,7 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->store);
     Py_CLEAR(frame->calls);
     Py_CLEAR(frame->remat);
-    gck_samples_clear(frame);
+    gck_samples_clear(&frame->samples);
     Py_CLEAR(frame->node.policy_fn);
     Py_CLEAR(frame->node.parameters_in);
     Py_CLEAR(frame->node.outputs);

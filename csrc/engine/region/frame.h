@@ -21,6 +21,7 @@
 #include "engine/region/determinism.h"
 #include "engine/region/origin.h"
 #include "engine/region/recomputed.h"
+#include "engine/region/saved_samples.h"
 
 typedef struct gck_frame gck_frame;
 
@@ -74,8 +75,7 @@ struct gck_frame {
     gck_slot    *slots;              /* one per saved tensor; malloc                       */
     Py_ssize_t   nslots, capacity;
     gck_recomputed_tables recomputed;
-    PyObject    *samples;            /* until they are judged, see saved_samples.h; NULL: none */
-    int          kind;               /* of the region, among those of the state            */
+    gck_samples  samples;            /* until they are judged                              */
 
     /* ---- of a region that is one node of the graph (region_node.h) ---- */
     struct {

@@ -13,7 +13,6 @@
 #include "engine/region/recompute_env.h"
 #include "engine/region/recomputed.h"
 #include "engine/region/region.h"
-#include "engine/region/saved_samples.h"
 
 #include <stdlib.h>
 
@@ -103,8 +102,8 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     if (status >= 0) {
         value = grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : Py_NewRef(x);
     }
-    if (value != NULL && self->frame != NULL && self->frame->samples != NULL
-        && gck_samples_restored(self->frame, self->table->counter, value) < 0) {
+    if (value != NULL && self->frame != NULL && !self->frame->exact
+        && gck_samples_restored(&self->frame->samples, self->table->counter, value) < 0) {
         Py_CLEAR(value);
     }
     gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
@@ -359,7 +358,7 @@ static int fill_and_check(gck_frame *frame, gck_recomputed *table)
     }
     if (fill(frame, table, origins) == 0) {
         /* both may run Python: no other thread sees the table yet */
-        status = check(frame, table, origins) < 0 || gck_samples_judge(frame) < 0;
+        status = check(frame, table, origins) < 0 || (!frame->exact && gck_samples_judge(&frame->samples) < 0);
     }
     for (Py_ssize_t i = 0; origins != NULL && i < n; i++) {
         gck_origin_clear(&origins[i]);

@@ -4,11 +4,7 @@
 #include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/tensor.h"
-#include "engine/checkpoint_options.h"
-#include "engine/region/running.h"
 #include "engine/selective/op_hiding.h"
-
-#include <string.h>
 
 enum { MOST_LOOKS = 4 };           /* regions of a kind that died unjudged, as in evaluation, before it is given up */
 
@@ -99,118 +95,97 @@ PyObject *gck_judge_anew(PyObject *module, PyObject *on)
 
 /* ---- samples ---- */
 
-/* The codec whose error the recompute meets: that of the arguments, else of outputs that the policy keeps.  NULL:
- * none, a function decides, or it is bf16, with which the others are compared. */
-static const gck_codec *codec_of(const gck_frame *frame, const gck_plan *plan)
+int gck_samples_begin(gck_samples *s, PyObject *function, const gck_codec *codec, int of_policy)
 {
-    const gck_op_storage *store = gck_frame_store(frame);
-    const gck_op_policy *policy = store != NULL && store->policy != NULL && store->policy->lossy ? store->policy : NULL;
-    const gck_codec *codec = frame->approximate && gck_plan_is_lossy(plan) ? plan->codec : NULL;
+    gck_kind *row = row_of(s->state, function, codec);
 
-    for (int i = 0; codec == NULL && policy != NULL && i < policy->n; i++) {
-        codec = gck_plan_is_lossy(&policy->named[i].plan) ? policy->named[i].plan.codec : NULL;
-    }
-    return codec != NULL && strcmp(codec->name, "bf16") == 0 ? NULL : codec;
-}
-
-int gck_samples_begin(gck_frame *frame, const gck_plan *plan)
-{
-    gck_state *state = frame->state;
-    const gck_codec *codec = frame->fake_quantized ? NULL : codec_of(frame, plan);
-    gck_kind *row = codec != NULL ? row_of(state, frame->function, codec) : NULL;
-
-    if (row == NULL || row->looks < 0 || row->looks >= MOST_LOOKS || row->open || gck_runs_again()) {
+    if (row == NULL || row->looks < 0 || row->looks >= MOST_LOOKS || row->open) {
         return PyErr_Occurred() ? -1 : 0;
     }
     row->looks++;
     row->open = 1;
-    frame->kind = (int)(row - state->kinds);
-    frame->samples = PyObject_CallFunction(state->py.call.saved_samples, "sOi", codec->name, frame->function,
-                                           codec != plan->codec);
-    return frame->samples != NULL ? 0 : -1;
-}
-
-/* The samples are taken by operators that no store and no mode sees. */
-static int note(gck_frame *frame, const char *method, Py_ssize_t slot, PyObject *x)
-{
-    gck_state *state = frame->state;
-    PyObject *samples, *modes;
-    int status;
-
-    if (!gck_is_plain_tensor(&state->py, x)) {
-        return 0;
+    s->kind = (int)(row - s->state->kinds);
+    s->taken = PyObject_CallFunction(s->state->py.call.saved_samples, "sOi", codec->name, function, of_policy);
+    if (s->taken == NULL) {
+        row->open = 0;
     }
-    if (gck_hide_begin(state, &modes) < 0) {
-        return -1;
+    return s->taken != NULL ? 0 : -1;
+}
+
+/* Call a method, taken over with its arguments, by operators that no store and no mode sees.  0 or -1. */
+static int call_hidden(gck_samples *s, const char *method, PyObject *args)
+{
+    PyObject *taken = Py_NewRef(s->taken), *modes;
+    int status = gck_hide_begin(s->state, &modes);
+
+    if (status < 0) {
+        Py_XDECREF(args);
+    } else {
+        status = gck_done(gck_method(taken, method, args));
+        status = gck_hide_end(s->state, modes) < 0 ? -1 : status;
     }
-    samples = Py_NewRef(frame->samples);
-    status = gck_done(PyObject_CallMethod(samples, method, "nO", slot, x));
-    Py_DECREF(samples);
-    return gck_hide_end(state, modes) < 0 ? -1 : status;
+    Py_DECREF(taken);
+    return status;
 }
 
-int gck_samples_saved(gck_frame *frame, Py_ssize_t slot, PyObject *x)
+int gck_samples_saved(gck_samples *s, Py_ssize_t slot, PyObject *x)
 {
-    return frame->samples == NULL || frame->phase != GCK_RECORDING ? 0 : note(frame, "note_saved", slot, x);
+    return s->taken == NULL || !gck_is_plain_tensor(&s->state->py, x)
+        ? 0 : call_hidden(s, "note_saved", Py_BuildValue("(nO)", slot, x));
 }
 
-int gck_samples_restored(gck_frame *frame, Py_ssize_t slot, PyObject *x)
+int gck_samples_restored(gck_samples *s, Py_ssize_t slot, PyObject *x)
 {
-    return frame->samples == NULL || frame->exact ? 0 : note(frame, "note_restored", slot, x);
+    return s->taken == NULL || !gck_is_plain_tensor(&s->state->py, x)
+        ? 0 : call_hidden(s, "note_restored", Py_BuildValue("(nO)", slot, x));
 }
 
-/* The samples are complete, or there is nothing to judge. */
-static void close_kind(gck_frame *frame, int judged)
+/* The kind takes no more samples, if it is judged, or others.  An index beyond those that there are is of a kind
+ * that was forgotten since. */
+static void close_kind(gck_samples *s, int judged)
 {
-    gck_state *state = frame->state;
+    gck_state *state = s->state;
 
-    if (frame->kind < state->nkinds) {
-        state->kinds[frame->kind].open = 0;
+    if (s->kind < state->nkinds) {
+        state->kinds[s->kind].open = 0;
         if (judged) {
-            state->kinds[frame->kind].looks = -1;
+            state->kinds[s->kind].looks = -1;
         }
     }
-    Py_CLEAR(frame->samples);
+    Py_CLEAR(s->taken);
 }
 
-int gck_samples_returned(gck_frame *frame, PyObject *result)
+int gck_samples_returned(gck_samples *s, PyObject *frame, PyObject *result, int64_t nodes)
 {
-    PyObject *samples = Py_XNewRef(frame->samples);
-    int wanted = 0;
+    PyObject *taken = Py_XNewRef(s->taken);
+    const int wanted = taken == NULL
+        ? 1 : gck_is_true(PyObject_CallMethod(taken, "find_nodes", "OOL", frame, result, (long long)nodes));
 
-    if (samples == NULL) {
-        return 0;
-    }
-    wanted = gck_is_true(PyObject_CallMethod(samples, "find_nodes", "OO", (PyObject *)frame, result));
-    Py_DECREF(samples);
+    Py_XDECREF(taken);
     if (wanted == 0) {
-        close_kind(frame, 1);
+        close_kind(s, 1);
     }
     return wanted < 0 ? -1 : 0;
 }
 
-int gck_samples_judge(gck_frame *frame)
+int gck_samples_judge(gck_samples *s)
 {
-    PyObject *samples = frame->samples, *modes;
+    gck_samples mine = *s;
     int status;
 
-    if (samples == NULL || frame->exact) {
+    if (mine.taken == NULL) {
         return 0;
     }
-    Py_INCREF(samples);
-    close_kind(frame, 1);
-    if (gck_hide_begin(frame->state, &modes) < 0) {
-        Py_DECREF(samples);
-        return -1;
-    }
-    status = gck_done(PyObject_CallMethod(samples, "judge", NULL));
-    Py_DECREF(samples);
-    return gck_hide_end(frame->state, modes) < 0 ? -1 : status;
+    Py_INCREF(mine.taken);
+    close_kind(s, 1);
+    status = call_hidden(&mine, "judge", PyTuple_New(0));
+    Py_DECREF(mine.taken);
+    return status;
 }
 
-void gck_samples_clear(gck_frame *frame)
+void gck_samples_clear(gck_samples *s)
 {
-    if (frame->samples != NULL) {
-        close_kind(frame, 0);
+    if (s->taken != NULL) {
+        close_kind(s, 0);
     }
 }
