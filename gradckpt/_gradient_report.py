@@ -134,7 +134,9 @@ class GradientErrors:
             for row in (head, *rows)
         ]
         title = [f"gradients of one step of {self.model}, beside exact recomputing"]
-        amplified = [f"{each.name}: {text.removeprefix('gradckpt: ')}" for each in self.errors for text in each.amplified]
+        amplified = [
+            f"{each.name}: {text.removeprefix('gradckpt: ')}" for each in self.errors for text in each.amplified
+        ]
         return "\n".join([*title, *(lines if rows else []), self.verdict, *amplified])
 
     __str__ = table

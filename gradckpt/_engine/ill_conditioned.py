@@ -4,8 +4,8 @@ zero, acos near one.
 The error of a codec is relative to the largest values of a group. Beside a pole, or an edge of the
 domain, a small value decides, and its error may exceed it. C takes samples in the first region of
 each kind (csrc/engine/region/saved_samples.c): of what the forward saves, and of what the recompute
-saves in its place. Here the derivatives at both are compared, beside those at bf16's rounding of the
-same values. No code of the user runs for that.
+saves in its place. The derivatives at both are compared here, beside those at the same values
+rounded to bf16. No code of the user runs for that.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger("gradckpt")
 _VALUES = 4096
 
 #: A pole is reached where nine of ten values are so many times as far from it as the nearest one,
-#: or nearer. That is at least 200 in tests/engine/test_ill_conditioned.py where an operator is to be
-#: named, and at most 4 where none is.
+#: or nearer. In tests/helpers/pole_functions.py that is 13 and more where one is to be named,
+#: and at most 4 for harmless ones.
 REACH = 8.0
 
 #: Of 64 parts of the values, by their distance from the pole, the one with the largest relative
 #: errors of distances has so many times those of all but the nearest quarter, or errors as large as
-#: the distances. Not so behind exp, sigmoid or softmax in the same region: they make errors relative
-#: to each result, which cancel with their derivatives.
+#: the distances. Behind exp, sigmoid or softmax in the same region it has not: they make errors
+#: relative to each result, which cancel with their derivatives.
 GROWTH = 4.0
 _PARTS = 64
 _WHOLE = 0.8
@@ -267,21 +267,19 @@ class SavedSamples:
             say(self._text("an operator", left[0], None, True))
 
     def _text(self, op: str, line: str, verdict: _Verdict | None, left: bool) -> str:
-        at = f" ({line})" if line else ""
-        head = f"in {self.region}, {op}{at}"
+        what = f"{op} ({line}) in {self.region}" if line else f"{op} in {self.region}"
         error, bf16 = (0.0, 0.0) if verdict is None else verdict.errors(self.codec)
         fails = verdict is None or max(verdict.norm_bf16, verdict.relative_bf16) > FAILS
         instead = "lossless" if fails or self.codec == "bf16" else "bf16"
-        place = f'keep "{instead}" in its policy' if self.of_policy else f'pass compress="{instead}" to this region'
-        advice = f"{place}, or move {op} out of it."
+        place = f'keep "{instead}" in its policy' if self.of_policy else f'pass compress="{instead}" there'
         if verdict is None or verdict.left or left:
             return (
-                f"gradckpt: {head} leaves its domain on values restored from {self.codec}, which makes gradients "
-                f"infinite or NaN; {advice}"
+                f"gradckpt: {what} leaves its domain on values of {self.codec}, so gradients are not finite; {place}, "
+                "or move it out"
             )
         return (
-            f"gradckpt: {head} amplifies the error of {self.codec}: its derivative changes by {_percent(error)}, "
-            f"with bf16 by {_percent(bf16)}; {advice}"
+            f"gradckpt: {what} amplifies the error of {self.codec}: its derivative is {_percent(error)} off, with bf16 "
+            f"{_percent(bf16)}; {place}, or move it out"
         )
 
 
@@ -362,7 +360,10 @@ def _percent(share: float) -> str:
 
 
 def _poles_behind(frame: Any, result: Any, start: int, most: int) -> Iterator[tuple[int, Pole]]:
-    """Yield the slots of poles among the nodes that the region has made, of which ``most`` are looked at."""
+    """Yield the slots of poles among the nodes that the region has made.
+
+    At most ``most`` nodes are looked at.
+    """
     stack = [x.grad_fn for x in private.tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]
     seen: set[int] = set()  # their numbers
     while stack and len(seen) < most:
@@ -399,8 +400,8 @@ def say(text: str) -> None:
 def read_pending() -> None:
     """Read the verdicts of devices, unless a graph is captured."""
     while pending and not _is_capturing(pending[0][2].device):
-        samples, *found = pending.pop(0)
-        samples._say(*found)
+        samples, poles, numbers, lines = pending.pop(0)
+        samples._say(poles, numbers, lines)
 
 
 @contextlib.contextmanager
@@ -412,8 +413,9 @@ def reported() -> Iterator[list[str]]:
     if _report is not None:
         yield _report
         return
-    before = _C.judge_anew(True)
-    _report = texts = []
+    before = _C.judge_anew(True) or 0
+    texts: list[str] = []
+    _report = texts
     try:
         yield texts
     finally:

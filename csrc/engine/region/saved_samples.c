@@ -140,8 +140,8 @@ int gck_samples_restored(gck_samples *s, Py_ssize_t slot, PyObject *x)
         ? 0 : call_hidden(s, "note_restored", Py_BuildValue("(nO)", slot, x));
 }
 
-/* The kind takes no more samples, if it is judged, or others.  An index beyond those that there are is of a kind
- * that was forgotten since. */
+/* End the samples of a kind; if it is not judged, another region of the kind takes some.  The index may be of a
+ * kind that was forgotten since. */
 static void close_kind(gck_samples *s, int judged)
 {
     gck_state *state = s->state;
