@@ -33,9 +33,12 @@ logger = logging.getLogger("gradckpt")
 #: The number of values in a sample.
 _VALUES = 4096
 
-#: A pole is reached where nine of ten values are so many times as far from it as the nearest one,
-#: or nearer. In tests/helpers/pole_functions.py that is 13 and more where one is to be named,
-#: and at most 4 for harmless ones.
+#: The number of saved tensors of a region of which samples are taken.
+_SLOTS = 1000
+
+#: A pole is reached where the ninth decile of the values' distances from it is so many times the
+#: least of them. In tests/helpers/pole_functions.py that is 13 and more where an operator is to be
+#: named, and at most 4 for others that begin a region.
 REACH = 8.0
 
 #: Of 64 parts of the values, by their distance from the pole, the one with the largest relative
@@ -180,7 +183,8 @@ class SavedSamples:
         self._poles: list[tuple[int, Pole]] = []
 
     def note_saved(self, slot: int, x: Tensor) -> None:
-        self._note(self._exact, slot, x, True)
+        if slot < _SLOTS:
+            self._note(self._exact, slot, x, True)
 
     def note_restored(self, slot: int, x: Tensor) -> None:
         if slot in self._exact:

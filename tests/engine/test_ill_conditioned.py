@@ -7,10 +7,12 @@ import re
 import threading
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import pole_functions as poles
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradckpt
 from gradckpt import _C, CompressionConfig
@@ -243,6 +245,79 @@ def test_the_samples_change_nothing():
     (first, first_rng), (second, second_rng) = step(), step()
     assert torch.equal(first, second)
     assert torch.equal(first_rng, second_rng)
+
+
+def test_a_backward_inside_a_forward_is_not_the_one_that_is_judged():
+    """It reads the originals."""
+    case = poles.NEAR_POLES["log of softmax"]
+
+    def outer(s):
+        h = case.inputs(s)
+        out = gradckpt.checkpoint(case.function, h, compress="int8")
+        torch.autograd.grad(out.sum(), h, retain_graph=True)
+        return out
+
+    def step():
+        gradckpt.checkpoint(outer, values() * 1.0).sum().backward()
+
+    assert len(named(step, steps=2)[0]) == 1
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_no_samples():
+    def step():
+        with Operators() as seen:
+            gradient(HARMLESS["RMSNorm by hand"], "int8")
+        return seen.names
+
+    assert step() == step()
+
+
+class Tagged(torch.Tensor):
+    asked: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.asked.append(func.__name__)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_no_samples_are_taken_of_subclasses():
+    weight = torch.rand(poles.WIDTH).as_subclass(Tagged)
+
+    def step():
+        Tagged.asked.clear()
+        gradient(poles.Case(poles.same, lambda h: h * weight), "int8")
+        return list(Tagged.asked)
+
+    assert step() == step()
+
+
+def test_samples_are_taken_of_the_first_saved_tensors(monkeypatch):
+    monkeypatch.setattr(ill_conditioned, "_SLOTS", 1)
+    case = poles.NEAR_POLES["log of softmax"]
+    assert named(lambda: gradient(poles.Case(case.inputs, lambda p: (p * p).sqrt().log()), "int8"))[0] == []
+    assert len(named(lambda: gradient(case, "int8"))[0]) == 1
+
+
+def test_what_an_inner_region_saves_is_not_taken_for_its_own():
+    def inner(a):
+        return (a * a + 1).log()
+
+    def outer(h):
+        return gradckpt.checkpoint(inner, h.sin())  # saves h, which has both signs
+
+    assert named(lambda: gradient(poles.Case(poles.same, outer), "int8"))[0] == []
 
 
 def test_a_second_backward_says_nothing_new():

@@ -15,7 +15,6 @@
 #include "engine/region/recompute.h"
 #include "engine/region/region.h"
 #include "engine/region/region_node.h"
-#include "engine/region/running.h"
 
 const char gck_checkpoint_doc[] =
     "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, "
@@ -147,7 +146,7 @@ static int check_accelerator(const gck_py *py, int before)
 }
 
 /* Take samples where the recompute will meet the error of a codec: of the arguments', else of one in which the policy
- * keeps outputs.  A recompute of a region around has other values than its forward already.  0 or -1. */
+ * keeps outputs.  0 or -1. */
 static int sample(gck_frame *frame, const gck_plan *plan)
 {
     const gck_op_storage *store = gck_frame_store(frame);
@@ -157,8 +156,7 @@ static int sample(gck_frame *frame, const gck_plan *plan)
     for (int i = 0; codec == NULL && policy != NULL && i < policy->n; i++) {
         codec = gck_plan_is_lossy(&policy->named[i].plan) ? policy->named[i].plan.codec : NULL;
     }
-    return codec == NULL || frame->fake_quantized || gck_runs_again()
-        ? 0 : gck_samples_begin(&frame->samples, frame->function, codec, own == NULL);
+    return codec == NULL ? 0 : gck_samples_begin(&frame->samples, frame->function, codec, own == NULL);
 }
 
 /* Run the call with grad on. */

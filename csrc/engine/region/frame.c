@@ -68,7 +68,7 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     holder->index = frame->nslots;
     frame->state->nodes_known += origin.node != NULL;
     frame->slots[frame->nslots++] = (gck_slot){holder, meta, origin};
-    if (frame->phase == GCK_RECORDING && gck_samples_saved(&frame->samples, holder->index, x) < 0) {
+    if (gck_samples_saved(&frame->samples, holder->index, x) < 0) {
         Py_DECREF((PyObject *)holder);
         return NULL;
     }

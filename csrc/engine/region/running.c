@@ -94,16 +94,6 @@ void gck_running_leave(gck_running *r)
     gck_error_return(&error);
 }
 
-int gck_runs_again(void)
-{
-    const gck_running *r = innermost;
-
-    while (r != NULL && !r->replay) {
-        r = r->outer;
-    }
-    return r != NULL;
-}
-
 /* *r: the region that receives what this thread saves now, borrowed; NULL: none.  The innermost region
  * does not where torch's checkpoint has its hooks on top: that runs again as a whole, by itself.  Hooks
  * of the user's inside the region leave it the region of the call.  0 or -1. */

@@ -34,9 +34,6 @@ void gck_running_leave(gck_running *r);
  * keeps. */
 int gck_is_approximate(const gck_frame *frame);
 
-/* 1 while a region runs again in this thread. */
-int gck_runs_again(void);
-
 /* gradckpt._C.running_region(). */
 PyObject *gck_running_region(PyObject *module, PyObject *unused);
 

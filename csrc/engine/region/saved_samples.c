@@ -112,7 +112,7 @@ int gck_samples_begin(gck_samples *s, PyObject *function, const gck_codec *codec
     return s->taken != NULL ? 0 : -1;
 }
 
-/* Call a method, taken over with its arguments, by operators that no store and no mode sees.  0 or -1. */
+/* Call a method with its arguments, taken over, by operators that no store and no mode sees.  Its truth, or -1. */
 static int call_hidden(gck_samples *s, const char *method, PyObject *args)
 {
     PyObject *taken = Py_NewRef(s->taken), *modes;
@@ -121,7 +121,7 @@ static int call_hidden(gck_samples *s, const char *method, PyObject *args)
     if (status < 0) {
         Py_XDECREF(args);
     } else {
-        status = gck_done(gck_method(taken, method, args));
+        status = gck_is_true(gck_method(taken, method, args));
         status = gck_hide_end(s->state, modes) < 0 ? -1 : status;
     }
     Py_DECREF(taken);
@@ -157,11 +157,9 @@ static void close_kind(gck_samples *s, int judged)
 
 int gck_samples_returned(gck_samples *s, PyObject *frame, PyObject *result, int64_t nodes)
 {
-    PyObject *taken = Py_XNewRef(s->taken);
-    const int wanted = taken == NULL
-        ? 1 : gck_is_true(PyObject_CallMethod(taken, "find_nodes", "OOL", frame, result, (long long)nodes));
+    const int wanted = s->taken == NULL
+        ? 1 : call_hidden(s, "find_nodes", Py_BuildValue("(OOL)", frame, result, (long long)nodes));
 
-    Py_XDECREF(taken);
     if (wanted == 0) {
         close_kind(s, 1);
     }
