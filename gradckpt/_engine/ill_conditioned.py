@@ -194,7 +194,7 @@ class SavedSamples:
         if self.given_up:
             return
         try:
-            with torch.no_grad(), private.without_function_modes():
+            with private.without_function_modes():
                 if not x.is_floating_point() or not x.numel() or (x.is_leaf and x.requires_grad):
                     return
                 if _is_capturing(x.device):

@@ -184,6 +184,30 @@ def test_methods_of_one_object_are_kinds_of_their_own():
     assert len(named(step, steps=2)[0]) == 1
 
 
+def test_lossless_is_advised_where_bf16_is_no_better():
+    (text,), _ = named(lambda: gradient(poles.NEAR_POLES["logit with eps"], "int8"))
+    assert 'pass compress="lossless" there' in text
+
+
+@pytest.mark.parametrize(
+    ("is_named", "changed"),
+    [
+        (True, {}),
+        (False, {"reach": 7}),
+        (False, {"growth": 3}),
+        (True, {"relative": 0.014, "relative_bf16": 0.001}),
+        (False, {"relative": 0.012, "relative_bf16": 0.001}),  # less than twice int8's own error
+        (False, {"relative_bf16": 0.1}),
+        (True, {"relative": 0.4, "relative_bf16": 0.2}),  # too large by itself
+        (True, {"relative": 0.0, "norm": 0.2}),
+        (True, {"left": 1, "reach": 1, "growth": 1}),
+    ],
+)
+def test_what_an_operator_is_named_for(is_named, changed):
+    usual = {"left": 0, "reach": 9, "growth": 5, "relative": 0.2, "relative_bf16": 0.05, "norm": 0, "norm_bf16": 0}
+    assert (ill_conditioned._Verdict(**usual | changed).weight("int8") > 0) == is_named
+
+
 # ---- when it is looked at ----
 
 
@@ -286,9 +310,9 @@ class Tagged(torch.Tensor):
     asked: ClassVar[list[str]] = []
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        cls.asked.append(func.__name__)
-        with torch._C.DisableTorchFunctionSubclass():
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.asked.append(str(func))
+        with torch._C._DisableTorchDispatch():
             return func(*args, **(kwargs or {}))
 
 
@@ -300,7 +324,9 @@ def test_no_samples_are_taken_of_subclasses():
         gradient(poles.Case(poles.same, lambda h: h * weight), "int8")
         return list(Tagged.asked)
 
-    assert step() == step()
+    first = step()
+    assert first
+    assert first == step()
 
 
 def test_samples_are_taken_of_the_first_saved_tensors(monkeypatch):
@@ -312,10 +338,10 @@ def test_samples_are_taken_of_the_first_saved_tensors(monkeypatch):
 
 def test_what_an_inner_region_saves_is_not_taken_for_its_own():
     def inner(a):
-        return (a * a + 1).log()
+        return a.log()
 
     def outer(h):
-        return gradckpt.checkpoint(inner, h.sin())  # saves h, which has both signs
+        return gradckpt.checkpoint(inner, h.sin() + 2)  # saves h first, which has both signs
 
     assert named(lambda: gradient(poles.Case(poles.same, outer), "int8"))[0] == []
 
@@ -420,6 +446,17 @@ def test_gradient_error_names_it_in_any_case():
         assert "in Block.forward leaves its domain on values of int8" in str(found)
     gradckpt.enable(net, "int8", modules=[Block])
     assert len(named(lambda: net(**batch).backward(), steps=2)[0]) == 1  # it took nothing away
+    gradckpt.gradient_error(net, batch, ["int8"], modules=[Block])
+    assert named(lambda: net(**batch).backward())[0] == []  # and forgot nothing
+
+
+def test_a_report_looks_anew_and_forgets_nothing():
+    case = poles.NEAR_POLES["log of softmax"]
+    assert len(named(lambda: gradient(case, "int8"))[0]) == 1
+    with ill_conditioned.reported() as texts:
+        assert named(lambda: gradient(case, "int8"))[0] == []
+    assert len(texts) == 1
+    assert named(lambda: gradient(case, "int8"))[0] == []
 
 
 def test_the_tables_of_poles_are_alike():

@@ -102,7 +102,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     if (status >= 0) {
         value = grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : Py_NewRef(x);
     }
-    if (value != NULL && self->frame != NULL && !self->frame->exact
+    if (value != NULL && self->frame != NULL
         && gck_samples_restored(&self->frame->samples, self->table->counter, value) < 0) {
         Py_CLEAR(value);
     }
