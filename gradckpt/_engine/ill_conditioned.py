@@ -33,6 +33,9 @@ logger = logging.getLogger("gradckpt")
 #: The number of values in a sample.
 _VALUES = 4096
 
+#: Where a sample has the least and the largest value.
+_ENDS = 2
+
 #: The number of saved tensors of a region of which samples are taken.
 _SLOTS = 1000
 
@@ -143,9 +146,11 @@ class _Sample(NamedTuple):
     where: str  # the user's line, or ""
 
 
-def _sample_of(x: Tensor, with_line: bool) -> _Sample:
+def _sample_of(x: Tensor, with_line: bool, ends_alone: bool) -> _Sample:
     picked = x.detach()
-    if picked.is_contiguous():
+    if ends_alone:
+        picked = picked.new_empty(0)
+    elif picked.is_contiguous():
         step = -(-picked.numel() // _VALUES)
         picked = picked.view(-1)[:: step | 1]  # an odd step: not one column of a matrix
     else:
@@ -184,13 +189,15 @@ class SavedSamples:
 
     def note_saved(self, slot: int, x: Tensor) -> None:
         if slot < _SLOTS:
-            self._note(self._exact, slot, x, True)
+            self._note(self._exact, slot, x, with_line=True)
 
     def note_restored(self, slot: int, x: Tensor) -> None:
         if slot in self._exact:
-            self._note(self._restored, slot, x, False)
+            self._note(self._restored, slot, x, ends_alone=self._exact[slot].values.numel() == _ENDS)
 
-    def _note(self, samples: dict[int, _Sample], slot: int, x: Tensor, with_line: bool) -> None:
+    def _note(
+        self, samples: dict[int, _Sample], slot: int, x: Tensor, with_line: bool = False, ends_alone: bool = False
+    ) -> None:
         if self.given_up:
             return
         try:
@@ -200,7 +207,7 @@ class SavedSamples:
                 if _is_capturing(x.device):
                     self.given_up = True
                     return
-                samples[slot] = _sample_of(x, with_line)
+                samples[slot] = _sample_of(x, with_line, ends_alone)
         except Exception as error:
             self._give_up(error)
 
@@ -219,7 +226,7 @@ class SavedSamples:
                 wanted = {slot for slot, _ in self._poles}
                 for slot, sample in self._exact.items():
                     if slot not in wanted:
-                        self._exact[slot] = sample._replace(values=sample.values[:2].clone())
+                        self._exact[slot] = sample._replace(values=sample.values[:_ENDS].clone())
         except Exception as error:
             self._give_up(error)
         return not self.given_up and bool(self._exact)
@@ -252,7 +259,7 @@ class SavedSamples:
         with torch.no_grad(), private.without_function_modes():
             rows = [_compared(each) for each in poles]
             for exact, restored in pairs:
-                left = exact.values[:2].isfinite().all() & ~restored.values[:2].isfinite().all()
+                left = exact.values[:_ENDS].isfinite().all() & ~restored.values[:_ENDS].isfinite().all()
                 rows.append(torch.nn.functional.pad(left.float().reshape(1), (0, _COLUMNS - 1)))
             device = rows[0].device
             return poles, torch.stack([row.to(device) for row in rows]), [exact.where for exact, _ in pairs]
