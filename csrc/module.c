@@ -31,6 +31,7 @@
 #include "engine/region/recompute_env.h"
 #include "engine/region/region_node.h"
 #include "engine/region/running.h"
+#include "engine/region/saved_samples.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -238,6 +239,9 @@ static PyMethodDef methods[] = {
      "set_cpu_rng_state(state, /)\n--\n\nSet the CPU's generator to such a state."},
     {"hooks_around_region", gck_hooks_around_region, METH_NOARGS,
      "hooks_around_region()\n--\n\nReturn the saved-tensor hooks that see what the innermost region keeps, or None."},
+    {"judge_anew", gck_judge_anew, METH_O,
+     "judge_anew(on, /)\n--\n\n"
+     "With True, look at each kind of region anew; with what that returned, forget what was seen since."},
     {"hide_operators", gck_hide_operators, METH_O,
      "hide_operators(by, /)\n--\n\n"
      "Hide operators from the innermost region of this thread (1), or no longer (-1). Return whether its policy is a "

@@ -15,6 +15,7 @@ from torch.nn import Module
 from gradckpt import codecs
 from gradckpt._apart import apart
 from gradckpt._config import CompressionConfig
+from gradckpt._engine import ill_conditioned
 from gradckpt._exact_gradients import Comparison, ExactGradients
 from gradckpt._gradient_report import BF16, FLOORS, SAMPLES, Floor, GradientError, GradientErrors
 from gradckpt._models import activity
@@ -132,6 +133,7 @@ class Trial:
         self.step = step_of_batch(model, batch_or_step) if self.has_batch else step_of_function(model, batch_or_step)
         self.by_patch = False  # the forward calls torch's checkpoint itself
         self.exact = EXACT  # how the step runs without an error
+        self.amplified: list[str] = []  # what was found to amplify the error of the last run
         inputs = tensors_of_batch(batch_or_step) if self.has_batch else ()
         self._inputs = [(x, x._version) for x in inputs if not x.is_inference()]
         self._leaves = [x for x in (*model.parameters(), *inputs) if x.is_leaf]
@@ -161,7 +163,13 @@ class Trial:
         patch = patched(codec, policy=policy)
         before = stats()
         active = contextlib.nullcontext() if setting == AS_IT_IS else setting.active(self.model, self.modules)
-        with refuse_writes(self.model.parameters()), activity.unobserved(), patch, active:
+        with (
+            ill_conditioned.reported() as self.amplified,
+            refuse_writes(self.model.parameters()),
+            activity.unobserved(),
+            patch,
+            active,
+        ):
             loss = (step or self.step)()
         if any(x._version != version for x, version in self._inputs):
             raise ValueError(
@@ -230,16 +238,16 @@ def _measure(trial: Trial, chosen: Mapping[str, Setting]) -> GradientErrors:
 def _error(trial: Trial, exact: ExactGradients, exact_loss: float | None, name: str, setting: Setting) -> GradientError:
     loss, counted, patch = trial.run(setting)
     difference = None if loss is None or exact_loss is None else loss - exact_loss
-    found = exact.compare(trial.model)
+    found, amplified = exact.compare(trial.model), tuple(trial.amplified)
     note = _inactive(trial, setting, counted, patch)
     if note:
         return GradientError(name, setting.line, None, None, (), difference, note)
     if found.not_finite:
         note = f"makes the gradient of {found.not_finite} infinite or NaN"
-        return GradientError(name, setting.line, None, None, (), difference, note)
+        return GradientError(name, setting.line, None, None, (), difference, note, amplified)
     if setting.options.get("policy") is not None and not counted["policy_outputs"]:
         note = "(the policy kept nothing)"
-    return GradientError(name, setting.line, found.total, found.cosine, found.worst, difference, note)
+    return GradientError(name, setting.line, found.total, found.cosine, found.worst, difference, note, amplified)
 
 
 def _inactive(trial: Trial, setting: Setting, counted: Stats, patch: patched) -> str:

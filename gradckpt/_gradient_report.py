@@ -22,6 +22,7 @@ class GradientError:
     measured. ``cosine``: of the angle between the two. ``worst``: the parameters with the largest
     relative errors of their own, largest first. ``loss_difference``: from the exact loss; None if
     the step returns no loss. ``note``: why nothing was measured, or what did not take place.
+    ``amplified``: sentences on operators that amplify the error of the codec, and what to write.
     """
 
     name: str
@@ -31,6 +32,7 @@ class GradientError:
     worst: tuple[tuple[str, float], ...]
     loss_difference: float | None
     note: str = ""
+    amplified: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,10 @@ class GradientErrors:
             for row in (head, *rows)
         ]
         title = [f"gradients of one step of {self.model}, beside exact recomputing"]
-        return "\n".join([*title, *(lines if rows else []), self.verdict])
+        amplified = [
+            f"{each.name}: {text.removeprefix('gradckpt: ')}" for each in self.errors for text in each.amplified
+        ]
+        return "\n".join([*title, *(lines if rows else []), self.verdict, *amplified])
 
     __str__ = table
 

@@ -27,6 +27,10 @@ int gck_state_traverse(gck_state *state, visitproc visit, void *arg)
     Py_VISIT(state->OpOutput);
     Py_VISIT(state->SavedHooks);
     Py_VISIT(state->SavedTensor);
+    for (int i = 0; i < state->nkinds; i++) {
+        Py_VISIT(state->kinds[i].of);
+        Py_VISIT(state->kinds[i].method);
+    }
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_VISIT(state->plans[i].key);
     }
@@ -61,6 +65,10 @@ void gck_state_clear(gck_state *state)
     Py_CLEAR(state->OpOutput);
     Py_CLEAR(state->SavedHooks);
     Py_CLEAR(state->SavedTensor);
+    for (int i = 0; i < GCK_NKINDS; i++) {
+        Py_CLEAR(state->kinds[i].of);
+        Py_CLEAR(state->kinds[i].method);
+    }
     for (int i = 0; i < GCK_NPLANS; i++) {
         Py_CLEAR(state->plans[i].key);
     }

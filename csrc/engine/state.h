@@ -9,6 +9,7 @@
 enum {
     GCK_NPLANS = 4,                /* values of compress= that are remembered, parsed        */
     GCK_NRECENT = 8,               /* latest payloads, among which sharing.c searches        */
+    GCK_NKINDS = 512,              /* kinds of regions that saved_samples.c judges           */
 };
 
 /* compress= after parsing. */
@@ -49,6 +50,14 @@ typedef struct {
     int64_t uncompressed_bytes;           /* bytes of those that require grad and are not parameters */
     int64_t steps;                        /* backwards that reached a region                    */
 } gck_stats;
+
+/* A kind of region, see saved_samples.h. */
+typedef struct {
+    PyObject        *of, *method;      /* owned; method NULL: none                          */
+    const gck_codec *codec;
+    int              looks;            /* regions in which samples were taken; negative: judged */
+    int              open;             /* samples of one of them wait for the recompute     */
+} gck_kind;
 
 /* The noise of the next tensor that is rounded stochastically.  A new step begins with the first
  * region or tensor after a restore, that is, after a backward. */
@@ -95,6 +104,8 @@ typedef struct {
         GCK_OPTIONS(OPTION)
 #undef OPTION
     } option_names;                    /* interned                                           */
+    gck_kind      kinds[GCK_NKINDS];
+    int           nkinds, kinds_from;  /* those before kinds_from do not count now          */
     gck_stats     stats;
     gck_rounding  rounding;
     gck_room      rooms[GCK_NROOMS];   /* the latest used first                              */

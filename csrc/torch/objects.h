@@ -36,6 +36,8 @@
     OBJECT(noop_context_fn, "torch.utils.checkpoint", "noop_context_fn")                           \
     OBJECT(new_lock, "_thread", "allocate_lock")                                                   \
     OBJECT(partial, "functools", "partial")                                                        \
+    OBJECT(FunctionType, "types", "FunctionType")                                                  \
+    OBJECT(MethodType, "types", "MethodType")                                                      \
     OBJECT(defaultdict, "collections", "defaultdict")                                              \
     OBJECT(count, "itertools", "count")                                                            \
     /* Private names of torch; torch_private.py says what each is, and what is lost without it: */ \
@@ -107,6 +109,7 @@
     CALLBACK(raise_more_saved) CALLBACK(raise_origins) CALLBACK(raise_torchs) CALLBACK(recompute_within)      \
     CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_imported)            \
     CALLBACK(remat_leave) CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata)             \
+    CALLBACK(saved_samples)                                                                                   \
     CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(straight_through)    \
     CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together) CALLBACK(torchs_checkpoint)               \
     CALLBACK(traced_value) CALLBACK(tracing_mode_active) CALLBACK(warn_mixing) CALLBACK(warn_torchs)          \
@@ -121,7 +124,8 @@
     NAME(_current_level) NAME(_enable_checkpoint_early_stop) NAME(_checkpoint_debug_enabled)                         \
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
     NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(torch_remat) NAME(output_nr)                  \
-    NAME(storage_offset) NAME(_saved_exponent) NAME(_raw_saved_output) NAME(tracing_context) NAME(__dict__)
+    NAME(storage_offset) NAME(_saved_exponent) NAME(_raw_saved_output) NAME(tracing_context) NAME(__dict__)   \
+    NAME(__code__)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;

@@ -21,7 +21,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt._config import CompressionConfig, warn_inactive
-from gradckpt._engine import selective
+from gradckpt._engine import ill_conditioned, selective
 from gradckpt._engine.op_mixing import ran_again
 from gradckpt._engine.op_policy import SAVE, Policy
 from gradckpt._engine.user_lines import outside
@@ -80,7 +80,8 @@ def unobserved() -> Iterator[None]:
     _looks = _Looks(stats.epoch)
     _looks.steps, _looks.muted = PATIENCE, True
     try:
-        yield
+        with ill_conditioned.reported():
+            yield
     finally:
         _expectations[:] = waiting
         if looks.epoch == stats.epoch:
@@ -105,6 +106,8 @@ def say(reason: str, mend: bool = True) -> None:
 def note_step(eligible: int) -> None:
     """Look at a backward that meets a region, before the first of them runs again;
     ``eligible``: regions so far."""
+    if ill_conditioned.pending:
+        ill_conditioned.read_pending()
     looks = _now()  # first: it forgets the policy of before a reset
     if looks.steps >= PATIENCE or (not eligible and selective.latest is None):
         return

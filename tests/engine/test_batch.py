@@ -209,7 +209,7 @@ static int decode(const gck_bytes *p, const gck_tensor *out, int n)
     return p[0].codes != out[0].data || (char *)p[0].scales != (char *)p[0].codes + 1 ? 98 : device(out, n);
 }
 #define DEFINE(_, name, id, ...)                                                                               \\
-    const gck_codec gck_codec_##name = {#name, "", GCK_BIT(GCK_BF16), 0.0, {{0}}, NULL, 128, id == 1, 0,               \\
+    const gck_codec gck_codec_##name = {#name, "", GCK_BIT(GCK_BF16), 0.0, {{0}}, NULL, 128, id == 1, 0,         \\
                                         encode_host, decode_host, encode, decode};
 GCK_CODECS(DEFINE, DEFINE, _)
 int run(const gck_tensor *x, const gck_bytes *payloads, const gck_how *how, int n, int decodes)

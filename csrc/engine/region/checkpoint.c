@@ -145,6 +145,20 @@ static int check_accelerator(const gck_py *py, int before)
     return after < 0 ? -1 : 0;
 }
 
+/* Take samples where the recompute will meet the error of a codec: of the arguments', else of one in which the policy
+ * keeps outputs.  0 or -1. */
+static int sample(gck_frame *frame, const gck_plan *plan)
+{
+    const gck_op_storage *store = gck_frame_store(frame);
+    const gck_op_policy *policy = store != NULL && store->policy != NULL && store->policy->lossy ? store->policy : NULL;
+    const gck_codec *own = frame->approximate && gck_plan_is_lossy(plan) ? plan->codec : NULL, *codec = own;
+
+    for (int i = 0; codec == NULL && policy != NULL && i < policy->n; i++) {
+        codec = gck_plan_is_lossy(&policy->named[i].plan) ? policy->named[i].plan.codec : NULL;
+    }
+    return codec == NULL ? 0 : gck_samples_begin(&frame->samples, frame->function, codec, own == NULL);
+}
+
 /* Run the call with grad on. */
 static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o, const gck_plan *plan,
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
@@ -160,7 +174,7 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     frame->early_stop = gck_options_overridden(state, state->py.names._enable_checkpoint_early_stop, o->early_stop, 1);
     if (preserve < 0 || frame->early_stop < 0
         || gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) < 0
-        || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
+        || sample(frame, &packing.plan) < 0 || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;
     }
     result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
@@ -169,6 +183,10 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     }
     if (result != NULL && ((preserve && check_accelerator(&state->py, initialized) < 0)
                            || gck_input_aliasing_check(&packing.aliases, &state->py) < 0)) {
+        Py_CLEAR(result);
+    }
+    if (result != NULL
+        && gck_samples_returned(&frame->samples, (PyObject *)frame, result, GCK_NODES - state->nodes_known) < 0) {
         Py_CLEAR(result);
     }
     if (result != NULL && frame->calls != NULL

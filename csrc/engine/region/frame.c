@@ -14,7 +14,7 @@ gck_frame *gck_frame_new(gck_state *state)
     gck_frame *frame = (gck_frame *)PyType_GenericAlloc(state->Frame, 0);
 
     if (frame != NULL) {
-        frame->state = frame->recomputed.state = state;
+        frame->state = frame->recomputed.state = frame->samples.state = state;
         frame->rounding = gck_rounding_of_region(state);
     }
     return frame;
@@ -68,6 +68,10 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     holder->index = frame->nslots;
     frame->state->nodes_known += origin.node != NULL;
     frame->slots[frame->nslots++] = (gck_slot){holder, meta, origin};
+    if (gck_samples_saved(&frame->samples, holder->index, x) < 0) {
+        Py_DECREF((PyObject *)holder);
+        return NULL;
+    }
     return (PyObject *)holder;
 }
 
@@ -101,6 +105,7 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT((PyObject *)frame->store);
     Py_VISIT(frame->calls);
     Py_VISIT(frame->remat);
+    Py_VISIT(frame->samples.taken);
     Py_VISIT(frame->node.policy_fn);
     Py_VISIT(frame->node.parameters_in);
     Py_VISIT(frame->node.outputs);
@@ -153,6 +158,7 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->store);
     Py_CLEAR(frame->calls);
     Py_CLEAR(frame->remat);
+    gck_samples_clear(&frame->samples);
     Py_CLEAR(frame->node.policy_fn);
     Py_CLEAR(frame->node.parameters_in);
     Py_CLEAR(frame->node.outputs);
@@ -248,7 +254,25 @@ static void holder_dealloc(PyObject *op)
     gck_object_free(op);
 }
 
-static PyType_Slot holder_slots[] = {{Py_tp_dealloc, holder_dealloc}, {0, NULL}};
+/* (frame, index of the slot); None once the frame is gone. */
+static PyObject *holder_slot(PyObject *op, void *unused)
+{
+    const gck_holder *holder = (gck_holder *)op;
+
+    (void)unused;
+    return holder->frame != NULL ? Py_BuildValue("On", (PyObject *)holder->frame, holder->index) : Py_NewRef(Py_None);
+}
+
+static PyGetSetDef holder_getset[] = {
+    {"slot", holder_slot, NULL, "The frame, and the index of the saved tensor in it.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot holder_slots[] = {
+    {Py_tp_dealloc, holder_dealloc},
+    {Py_tp_getset, holder_getset},
+    {0, NULL},
+};
 
 PyType_Spec gck_holder_spec = {
     .name = "gradckpt._C.Holder",

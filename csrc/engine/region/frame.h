@@ -21,6 +21,7 @@
 #include "engine/region/determinism.h"
 #include "engine/region/origin.h"
 #include "engine/region/recomputed.h"
+#include "engine/region/saved_samples.h"
 
 typedef struct gck_frame gck_frame;
 
@@ -74,6 +75,7 @@ struct gck_frame {
     gck_slot    *slots;              /* one per saved tensor; malloc                       */
     Py_ssize_t   nslots, capacity;
     gck_recomputed_tables recomputed;
+    gck_samples  samples;            /* until they are judged                              */
 
     /* ---- of a region that is one node of the graph (region_node.h) ---- */
     struct {

@@ -102,6 +102,10 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     if (status >= 0) {
         value = grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : Py_NewRef(x);
     }
+    if (value != NULL && self->frame != NULL
+        && gck_samples_restored(&self->frame->samples, self->table->counter, value) < 0) {
+        Py_CLEAR(value);
+    }
     gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
     gck_recomputed *table = self->table;
 
@@ -353,7 +357,8 @@ static int fill_and_check(gck_frame *frame, gck_recomputed *table)
         return -1;
     }
     if (fill(frame, table, origins) == 0) {
-        status = check(frame, table, origins) < 0;       /* may run Python: no other thread sees the table yet */
+        /* both may run Python: no other thread sees the table yet */
+        status = check(frame, table, origins) < 0 || (!frame->exact && gck_samples_judge(&frame->samples) < 0);
     }
     for (Py_ssize_t i = 0; origins != NULL && i < n; i++) {
         gck_origin_clear(&origins[i]);
