@@ -60,20 +60,18 @@ static PyObject *codecs(PyObject *module, PyObject *unused)
 
 static const char *const dtype_names[GCK_NDTYPES] = {"float32", "float16", "bfloat16", "bool"};
 
-/* {dtype: (bits per value, bytes per value, per group of 128, per block of 4096; of scales, per
- * group and per row that counts)}, or NULL. */
+/* {dtype: (bits per value, and gck_size)}, or NULL. */
 static PyObject *sizes_of(const gck_codec *codec)
 {
     PyObject *sizes = PyDict_New();
 
     for (int d = 0; sizes != NULL && d < GCK_NDTYPES; d++) {
         const gck_size size = codec->size[d];
-        PyObject *item = NULL;
         if (!(codec->dtypes & GCK_BIT(d))) {
             continue;
         }
-        item = Py_BuildValue("(diiiii)", gck_bits_per_value(codec, (gck_dtype)d), size.value, size.group, size.block,
-                             size.scales, size.row);
+        PyObject *item = Py_BuildValue("(diiiii)", gck_bits_per_value(codec, (gck_dtype)d), size.value, size.group,
+                                       size.block, size.scales, size.row);
         if (item == NULL || PyDict_SetItemString(sizes, dtype_names[d], item) < 0) {
             Py_CLEAR(sizes);
         }

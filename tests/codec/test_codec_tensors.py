@@ -143,6 +143,7 @@ def flushing():
 @every_dtype
 def test_flush_denormal(codec, dtype, request):
     bits = np.concatenate([codec_inputs.gaussian(dtype, 128 * 300, m) for m in (1.0, 3e-8, 1e-39, 1e-44)])
+    bits = bits[bits != 0] if codec == "lossless" else bits  # of many zeros it has another form
     want = oracle.encode(codec, bits, dtype)
     restored = oracle.decode(codec, want, bits.size, dtype)
     x = tensor(bits, dtype)

@@ -289,7 +289,7 @@ def test_damaged_payloads(device_kernels, dtype):
     for n in (200, 4096, 9000):
         bits = values(n, 0.7, dtype)
         for damage in ("all", "bitmap", "places", "last place"):
-            payload = payload_of(bits, dtype).data.clone().numpy()
+            payload = payload_of(bits, dtype).codes.clone().numpy()
             own = {"all": slice(None), "bitmap": slice(16 * -(-n // 128)), "places": slice(16 * -(-n // 128), None)}
             if damage == "last place":
                 head = oracle.head_of(n)
@@ -301,7 +301,7 @@ def test_damaged_payloads(device_kernels, dtype):
             device.payload[: payload.size] = payload
             assert_same(device.decode(), want, damage)
             made = payload_of(bits, dtype)
-            made.data.numpy()[:] = payload
+            made.codes.numpy()[:] = payload
             assert_same(bits_of(made.decode()), want, f"{damage} on the host")
 
 

@@ -95,12 +95,12 @@ def test_bits_per_value(zeros, most):
 
 def test_threads():
     bits = np.concatenate([ordinary(300000, zeros, "bfloat16") for zeros in (0.9, 0.1, 1.0, 0.5)])
-    want = payload_of(bits, "bfloat16").data.clone()
+    want = payload_of(bits, "bfloat16").codes.clone()
     before = torch.get_num_threads()
     try:
         for threads in (2, 5):
             torch.set_num_threads(threads)
-            assert torch.equal(payload_of(bits, "bfloat16").data, want)
+            assert torch.equal(payload_of(bits, "bfloat16").codes, want)
     finally:
         torch.set_num_threads(before)
 

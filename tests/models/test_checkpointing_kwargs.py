@@ -281,7 +281,7 @@ class TestOffload:
         gradckpt.enable(plain, **own)
         gradckpt.enable(model, offload=True, **own)
         assert equal(grads(model), grads(plain))
-        assert len(counted) == 2 * LAYERS
+        assert len(counted) == LAYERS * (1 if "policy" in own else 2)  # beside a policy boundaries are exact
 
     @pytest.mark.parametrize("way", ["pickle", "deepcopy"])
     def test_copies(self, way, counted):

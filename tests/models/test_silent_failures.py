@@ -280,7 +280,7 @@ def test_a_smoke_test_of_a_tiny_model_passes_under_warnings_as_errors(caplog):
         train(net, rows=2)
         lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if "smaller than min_numel (compressing them would save nothing)" in line]
-    assert len(lines) == 4, lines  # two of enable() (its modules, their width), of the first step, and this one
+    assert len(lines) == 3, lines  # of enable(), of the first step, and this one
 
 
 def test_frozen_modules_are_one_line(caplog):

@@ -1,7 +1,7 @@
 /* codecs.h: every codec, one row each: GCK_CODECS(CODEC, GROUP, ARG) calls one of two macros for
  * each, and hands ARG on.
  *
- * The id names the bytes: whoever stores a payload stores it, and codecs.info() takes it.  Never reuse one: where the
+ * The id names the bytes: it is stored beside a payload, and codecs.info() takes it.  Never reuse one: where the
  * bytes of a codec change, it gets another, and gradckpt/_codec_names.py keeps the old one (3, 4, 5, 6).
  *
  * CODEC(ARG, name, id): gck_codec_<name> describes it, in host/<name>.c.

@@ -38,7 +38,8 @@ static void sparse_decode(gck_bytes from, const gck_tensor *out, int64_t first, 
     if (!is_whole(out)) {
         gck_sparse_decode(from.codes, out, first, last);
     } else {
-        gck_scatter(out, first * GCK_BLOCK, values_of(out, first, last), (const char *)from.codes + (size_t)first * block);
+        gck_scatter(out, first * GCK_BLOCK, values_of(out, first, last),
+                    (const char *)from.codes + (size_t)first * block);
     }
 }
 

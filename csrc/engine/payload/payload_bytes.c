@@ -56,7 +56,8 @@ int gck_payload_view(gck_payload *self, gck_arrays arrays, gck_bytes *bytes)
     arrays = arrays.codes == NULL ? self->arrays : arrays;
     bytes->scales = NULL;
     return view_array(self, arrays.codes, self->lengths.codes, &bytes->codes) < 0
-        || (arrays.scales != NULL && view_array(self, arrays.scales, self->lengths.scales, &bytes->scales) < 0) ? -1 : 0;
+        || (arrays.scales != NULL
+            && view_array(self, arrays.scales, self->lengths.scales, &bytes->scales) < 0) ? -1 : 0;
 }
 
 int gck_payload_lay_out(gck_payload *self, const gck_tensor *x, int exact)
@@ -178,7 +179,8 @@ static int divide(gck_payload *self, gck_arrays *arrays)
     }
     arrays->codes = PyObject_CallMethod(whole, "narrow", "iiL", 0, 0, (long long)self->lengths.codes);
     arrays->scales = arrays->codes == NULL ? NULL
-        : PyObject_CallMethod(whole, "narrow", "iLL", 0, (long long)self->lengths.codes, (long long)self->lengths.scales);
+        : PyObject_CallMethod(whole, "narrow", "iLL", 0, (long long)self->lengths.codes,
+                              (long long)self->lengths.scales);
     Py_DECREF(whole);
     if (arrays->scales == NULL) {
         gck_arrays_clear(arrays);
