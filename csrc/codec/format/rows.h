@@ -28,6 +28,7 @@ enum {
     GCK_KEY_SHIFT = 20, GCK_KEY_OCTAVE = 8, GCK_KEY_BITS = 11,
     GCK_KEY_GAP = 4 * GCK_KEY_OCTAVE, GCK_KEY_WIDE_GAP = 10 * GCK_KEY_OCTAVE, GCK_KEY_NEAR = 4,
     GCK_FEW_IN_SHARE = 8,
+    GCK_KEY_FAR = 16,
     GCK_MOST_GAPS = 2,
     GCK_MOST_SHIFT = 31,
     GCK_ROW_OUTLIERS = 8,
@@ -100,32 +101,79 @@ GCK_FN float gck_two_to_minus(int shift) { return gck_float((uint32_t)(127 - (sh
 
 /* ---- the reference ---- */
 
-/* The level of n keys. */
-GCK_FN int gck_share_level(const uint16_t *key, int n)
+/* The magnitudes of n values as float32 bits. */
+GCK_HOT_FN void gck_load_magnitudes(const void *x, gck_dtype dtype, int n, uint32_t *bits)
 {
-    int not_zero = 0, level = 0;
+    switch (dtype) {
+    case GCK_F16:
+        for (int i = 0; i < n; i++) {
+            const uint32_t rest = ((const uint16_t *)x)[i] & 0x7FFFu;
+            const uint32_t finite = gck_bits(gck_float(rest << 13) * 0x1p112f);
+            bits[i] = rest >= 0x7C00u ? 0x7F800000u : finite;
+        }
+        break;
+    case GCK_BF16:
+        for (int i = 0; i < n; i++) {
+            bits[i] = (uint32_t)(((const uint16_t *)x)[i] & 0x7FFFu) << 16;
+        }
+        break;
+    default:
+        for (int i = 0; i < n; i++) {
+            bits[i] = gck_bits(((const float *)x)[i]) & 0x7FFFFFFFu;
+        }
+    }
+}
 
-    for (int i = 0; i < n; i++) {
-        not_zero += key[i] > 0;
+/* The keys of a share; behind them zeros, which count for nothing.  Loops over all of them are vectors to
+ * compilers. */
+typedef struct {
+    int16_t key[GCK_GROUP];
+} gck_share_keys;
+
+/* How many keys are at least `from`, which is above 0. */
+GCK_HOT_FN int gck_count_keys(const gck_share_keys *s, int from)
+{
+    const int16_t least = (int16_t)from;
+    int16_t count = 0;
+
+    for (int i = 0; i < GCK_GROUP; i++) {
+        count = (int16_t)(count + (s->key[i] >= least));
     }
-    const int above = gck_row_outliers(not_zero);
-    for (int bit = 1 << (GCK_KEY_BITS - 1); bit > 0; bit /= 2) {     /* the largest with `above` + 1 keys from it on */
-        int count = 0;
-        for (int i = 0; i < n; i++) {
-            count += key[i] >= level + bit;
-        }
-        level += count > above ? bit : 0;
+    return count;
+}
+
+/* The largest key below `end`. */
+GCK_HOT_FN int gck_largest_key(const gck_share_keys *s, int end)
+{
+    const int16_t above = (int16_t)end;
+    int16_t largest = 0;
+
+    for (int i = 0; i < GCK_GROUP; i++) {
+        const int16_t key = s->key[i] < above ? s->key[i] : 0;
+        largest = key > largest ? key : largest;
     }
-    const int gap = gck_row_gap(not_zero);
+    return largest;
+}
+
+/* The level of a share. */
+GCK_FN int gck_share_level(const gck_share_keys *s, int largest)
+{
+    const int not_zero = gck_count_keys(s, 1), above = gck_row_outliers(not_zero), gap = gck_row_gap(not_zero);
+    int level = 0, bit = 1 << (GCK_KEY_BITS - 1);
+
+    if (largest >= GCK_KEY_FAR && gck_count_keys(s, largest - GCK_KEY_FAR + 1) > above) {
+        level = largest - GCK_KEY_FAR + 1, bit = GCK_KEY_FAR / 2;      /* faster: it is hardly ever lower */
+    }
+    for (; bit > 0; bit /= 2) {                    /* the largest with `above` + 1 keys from it on */
+        level += gck_count_keys(s, level + bit) > above ? bit : 0;
+    }
     for (int gaps = 0; gaps < GCK_MOST_GAPS; gaps++) {
-        int within = 0, below = 0;
-        for (int i = 0; i < n; i++) {
-            const int inside = key[i] >= level - gap && key[i] < level - GCK_KEY_NEAR;
-            const int under = key[i] < level - gap ? key[i] : 0;
-            within |= inside;
-            below = under > below ? under : below;
+        const int below = gck_largest_key(s, level - GCK_KEY_NEAR);
+        const int under = below >= level - gap ? 0 : below;
+        if (under == 0) {
+            break;
         }
-        level = !within && below > 0 ? below : level;
+        level = under;
     }
     return level;
 }
@@ -133,21 +181,22 @@ GCK_FN int gck_share_level(const uint16_t *key, int n)
 /* The shifts of a group's n shares; 1 when one is not 0. */
 GCK_FN int gck_find_shifts(const void *x, gck_dtype dtype, int n, const int *end, int *shift)
 {
-    uint16_t key[GCK_GROUP];
+    const uint32_t limit = gck_limit(dtype);
+    uint32_t bits[GCK_GROUP];
     int level[GCK_SHARES], largest[GCK_SHARES], special = 0, any = 0;
 
+    gck_load_magnitudes(x, dtype, end[n - 1], bits);
     for (int i = 0; i < end[n - 1]; i++) {
-        const float v = gck_load(x, dtype, i);
-        special |= (gck_bits(v) & 0x7FFFFFFFu) > gck_limit(dtype);
-        key[i] = (uint16_t)gck_magnitude_key(v);
+        special |= bits[i] > limit;
     }
     for (int s = 0; s < n; s++) {
         const int first = s > 0 ? end[s - 1] : 0;
-        largest[s] = 0;
+        gck_share_keys share = {{0}};
         for (int i = first; i < end[s]; i++) {
-            largest[s] = key[i] > largest[s] ? key[i] : largest[s];
+            share.key[i - first] = (int16_t)(bits[i] >> GCK_KEY_SHIFT);
         }
-        level[s] = special ? 0 : gck_share_level(key + first, end[s] - first);
+        largest[s] = gck_largest_key(&share, 1 << GCK_KEY_BITS);
+        level[s] = special ? 0 : gck_share_level(&share, largest[s]);
     }
     gck_shifts_of(n, level, largest, shift);
     for (int s = 0; s < n; s++) {
