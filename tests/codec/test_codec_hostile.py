@@ -122,7 +122,11 @@ class Sparse:
         self.address = self.bytes.ctypes.data
 
 
-@pytest.mark.parametrize("codec", gradckpt.codecs.names())
+#: Blocks of `sparse_int8` begin where those before them end.
+OF_UNITS = [codec for codec in gradckpt.codecs.names() if codec != "sparse_int8"]
+
+
+@pytest.mark.parametrize("codec", OF_UNITS)
 def test_last_values_of_a_tensor_beyond_2_31(library, codec):
     """Only the last units are worked on: they come back,
     and no other byte of tensor or payload changes."""

@@ -22,9 +22,9 @@ FLAGS = shlex.split(
 #: encode with noise, decode}.
 KERNELS = {
     "fp8": 42,
-    "int8": 42,
-    "int6": 21,
-    "int4": 21,
+    "int8": 43,
+    "int6": 22,
+    "int4": 22,
     "raw": 12,
     "cast": 8,
     "lossless": 12,

@@ -271,8 +271,10 @@ static int run_others(const gck_tensor *t, const gck_bytes *payloads, const gck_
         one.x.kind = t[i].dtype;
         one.x.row = row;
         one.x.rows = row > 0 ? (int8_t *)((uint16_t *)payloads[i].scales + groups * gck_side_words(FORMAT)) : NULL;
-        if (ENCODE && row > 0) {
-            launch_rows(one.x, stream);
+        if constexpr (ENCODE && gck_scales_rows(FORMAT)) {
+            if (row > 0) {
+                launch_rows(one.x, stream);
+            }
         }
         launch_groups<FORMAT, ENCODE, NOISY>(one, grid_for(groups, GROUPS_PER_BLOCK), stream);
     }

@@ -63,8 +63,9 @@ GCK_LANE_FN int level_of(const share_keys &s)
     return level;
 }
 
-/* The bytes of the rows that begin in each group. */
-static __global__ void rows_kernel(const __grid_constant__ untyped x)
+/* The bytes of the rows that begin in each group.  A template: formats that scale no rows do not have it. */
+template <typename VIEW>
+static __global__ void rows_kernel(const __grid_constant__ VIEW x)
 {
     const int64_t g = (int64_t)blockIdx.x * GROUPS_OF_BLOCK + (int)threadIdx.x / WARP;
     const int lane = (int)threadIdx.x % WARP;
@@ -113,11 +114,12 @@ static __global__ void rows_kernel(const __grid_constant__ untyped x)
 }
 
 /* Find them, before a tensor with rows is encoded. */
-static inline void launch_rows(const untyped &x, cudaStream_t stream)
+template <typename VIEW>
+static void launch_rows(const VIEW &x, cudaStream_t stream)
 {
     const int64_t groups = gck_groups_of(x.numel);
 
-    GCK_LAUNCH(rows_kernel, (unsigned)((groups + GROUPS_OF_BLOCK - 1) / GROUPS_OF_BLOCK), THREADS, stream, x);
+    GCK_LAUNCH((rows_kernel<VIEW>), grid_for(groups, GROUPS_OF_BLOCK), THREADS, stream, x);
 }
 
 #endif
