@@ -145,7 +145,9 @@ class CompressionConfig:
             raise ValueError(f"gradckpt: min_numel counts values and cannot be {self.min_numel}")
         check_key((self.seed, 0, 0))
         if self.stochastic and not _C.codec_info(self.codec)["stochastic"]:
-            raise ValueError(f"gradckpt: codec {self.codec!r} does not round, so stochastic=True has no effect")
+            raise ValueError(
+                f"gradckpt: codec {self.codec!r} has no stochastic rounding, so stochastic=True has no effect"
+            )
         if self.include not in _INCLUDES:
             raise ValueError(f"gradckpt: include is one of {', '.join(_INCLUDES)}; not {self.include!r}")
         object.__setattr__(self, "operators", _parse_operators(self.operators))

@@ -64,6 +64,6 @@ def encode(x: Any, codec: str = "int8", *, dither: tuple[int, int, int] | None =
     codec = resolve_codec(codec)
     if dither is not None:
         if not _C.codec_info(codec)["stochastic"]:
-            raise ValueError(f"gradckpt: codec {codec!r} does not round, so dither= has no effect")
+            raise ValueError(f"gradckpt: codec {codec!r} has no stochastic rounding, so dither= has no effect")
         check_key(dither)
     return _C.encode(x, codec, dither)

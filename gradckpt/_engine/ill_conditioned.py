@@ -144,6 +144,7 @@ def _pole_of(node: Any, name: str) -> Pole | None:
 class _Sample(NamedTuple):
     values: Tensor  # the least, the largest and some others, in one dimension, at least float32
     where: str  # the user's line, or ""
+    dtype: torch.dtype  # of the tensor
 
 
 def _sample_of(x: Tensor, with_line: bool, ends_alone: bool) -> _Sample:
@@ -159,7 +160,7 @@ def _sample_of(x: Tensor, with_line: bool, ends_alone: bool) -> _Sample:
             picked = picked[(slice(None),) * dim + (slice(None, None, step),)]
     values = torch.cat((torch.stack(x.detach().aminmax()), picked.reshape(-1)))
     frame = outside(sys._getframe(2), ENGINES) if with_line else None
-    return _Sample(values.to(torch.promote_types(x.dtype, torch.float32)), _line_of(frame))
+    return _Sample(values.to(torch.promote_types(x.dtype, torch.float32)), _line_of(frame), x.dtype)
 
 
 def _line_of(frame: FrameType | None) -> str:
@@ -273,16 +274,20 @@ class SavedSamples:
                 worst, weight = (pole, verdict), verdict.weight(self.codec)
         left = [line for line, row in zip(lines, rows[len(poles) :], strict=True) if row[0]]
         if worst is not None:
-            say(self._text(worst[0].pole.name, worst[0].exact.where, worst[1], bool(left)))
+            say(self._text(worst[0].pole.name, worst[0].exact, worst[1], bool(left)))
         elif left:
-            say(self._text("an operator", left[0], None, True))
+            say(self._text("an operator", None, None, True, left[0]))
 
-    def _text(self, op: str, line: str, verdict: _Verdict | None, left: bool) -> str:
+    def _text(self, op: str, exact: Any, verdict: _Verdict | None, left: bool, line: str = "") -> str:
+        line = line if exact is None else exact.where
         what = f"{op} ({line}) in {self.region}" if line else f"{op} in {self.region}"
         error, bf16 = (0.0, 0.0) if verdict is None else verdict.errors(self.codec)
         fails = verdict is None or max(verdict.norm_bf16, verdict.relative_bf16) > FAILS
-        instead = "lossless" if fails or self.codec == "bf16" else "bf16"
-        place = f'keep "{instead}" in its policy' if self.of_policy else f'pass compress="{instead}" there'
+        # the codec bf16 takes float32 alone, and "lossless" does not hold many magnitudes
+        helps = not fails and self.codec != "bf16" and exact is not None and exact.dtype == torch.float32
+        exactly = "keep it exactly in its policy" if self.of_policy else "pass compress=None there"
+        rounded = 'keep "bf16" in its policy' if self.of_policy else 'pass compress="bf16" there'
+        place = rounded if helps else exactly
         if verdict is None or verdict.left or left:
             return (
                 f"gradckpt: {what} leaves its domain on values of {self.codec}, so gradients are not finite; {place}, "

@@ -239,9 +239,9 @@ def test_a_payload_is_not_shared_across_kinds_of_rounding():
 
 def test_errors():
     x = torch.randn(300)
-    with pytest.raises(ValueError, match="'raw' does not round"):
+    with pytest.raises(ValueError, match="'raw' has no stochastic rounding"):
         CompressionConfig("raw", stochastic=True)
-    with pytest.raises(ValueError, match="'raw' does not round"):
+    with pytest.raises(ValueError, match="'raw' has no stochastic rounding"):
         gradckpt.codecs.encode(x, "raw", dither=KEY)
     with pytest.raises(ValueError, match=r"seed is between 0 and 2\^64 - 1"):
         CompressionConfig(seed=-1)
