@@ -180,7 +180,7 @@ class SavedSamples:
 
     def __init__(self, codec: str, function: Any, of_policy: int) -> None:
         self.codec = codec
-        self.of_policy = of_policy  # the codec is that of kept outputs, not of the region's inputs
+        self.of_policy = of_policy  # 1: the codec is that of kept outputs, not of the region's inputs; 2: both have one
         self.region = name_of(function)
         self.given_up = False
         self._start = private.next_node_number()
@@ -285,9 +285,9 @@ class SavedSamples:
         fails = verdict is None or max(verdict.norm_bf16, verdict.relative_bf16) > FAILS
         # the codec bf16 takes float32 alone, and "lossless" does not hold many magnitudes
         helps = not fails and self.codec != "bf16" and exact is not None and exact.dtype == torch.float32
-        exactly = "keep it exactly in its policy" if self.of_policy else "pass compress=None there"
-        rounded = 'keep "bf16" in its policy' if self.of_policy else 'pass compress="bf16" there'
-        place = rounded if helps else exactly
+        inputs, kept = ('compress="bf16"', '"bf16"') if helps else ("compress=None", "outputs exactly")
+        places = (f"pass {inputs} there", f"keep {kept} in its policy")
+        place = " and ".join(places) if self.of_policy == 2 else places[self.of_policy]
         if verdict is None or verdict.left or left:
             return (
                 f"gradckpt: {what} leaves its domain on values of {self.codec}, so gradients are not finite; {place}, "

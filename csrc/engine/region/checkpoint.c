@@ -156,7 +156,8 @@ static int sample(gck_frame *frame, const gck_plan *plan)
     for (int i = 0; codec == NULL && policy != NULL && i < policy->n; i++) {
         codec = gck_plan_is_lossy(&policy->named[i].plan) ? policy->named[i].plan.codec : NULL;
     }
-    return codec == NULL ? 0 : gck_samples_begin(&frame->samples, frame->function, codec, own == NULL);
+    const int of = own == NULL ? GCK_OF_POLICY : policy != NULL ? GCK_OF_BOTH : GCK_OF_INPUTS;
+    return codec == NULL ? 0 : gck_samples_begin(&frame->samples, frame->function, codec, of);
 }
 
 /* Run the call with grad on. */

@@ -15,7 +15,8 @@ typedef struct {
 } gck_samples;
 
 /* Take samples in a region that begins, if its kind was not judged.  codec: whose error the recompute
- * meets, that of its arguments or of what its policy keeps.  0 or -1. */
+ * meets, that of its arguments or of what its policy keeps, and of_policy: of which, or of both.  0 or -1. */
+enum { GCK_OF_INPUTS = 0, GCK_OF_POLICY = 1, GCK_OF_BOTH = 2 };
 int gck_samples_begin(gck_samples *s, PyObject *function, const gck_codec *codec, int of_policy);
 
 /* The tensor of a slot in the forward, and in the recompute.  0 or -1. */
