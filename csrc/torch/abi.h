@@ -42,7 +42,8 @@ typedef void gck_boxed_kernel(StableIValue *stack, uint64_t nargs, uint64_t nret
            const int64_t *strides, int32_t dtype, int32_t device_type, int32_t device_index,                     \
            AtenTensorHandle *owned))                                                                             \
     SYMBOL(REQUIRED, int32_t, aoti_torch_delete_tensor_object, (AtenTensorHandle))                               \
-    SYMBOL(REQUIRED, int32_t, aoti_torch_new_tensor_handle, (AtenTensorHandle, AtenTensorHandle *owned))         \
+    SYMBOL(REQUIRED, int32_t, aoti_torch__reinterpret_tensor, (AtenTensorHandle, int64_t, const int64_t *sizes,  \
+           const int64_t *strides, int64_t, AtenTensorHandle *owned))                                            \
     SYMBOL(REQUIRED, int32_t, aoti_torch_library_init_fragment, (const char *ns, const char *file,               \
            uint32_t line, TorchLibraryHandle *owned))                                                            \
     SYMBOL(REQUIRED, int32_t, aoti_torch_library_init_impl, (const char *ns, const char *key,                    \

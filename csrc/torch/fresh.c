@@ -74,14 +74,32 @@ PyObject *gck_fresh_object(const gck_py *py, gck_fresh *fresh)
     return adopt(py, handle);
 }
 
-PyObject *gck_fresh_alias(const gck_py *py, const gck_fresh *fresh)
+/* The handles come first: adopting one runs Python, in which `fresh` may be freed. */
+int gck_fresh_parts(const gck_py *py, const gck_fresh *fresh, int64_t first, int64_t second, PyObject *parts[2])
 {
-    AtenTensorHandle handle;
+    const int64_t one = 1, nbytes[2] = {first, second}, offset[2] = {0, first};
+    AtenTensorHandle handle[2] = {NULL, NULL};
+    int status = 0;
 
-    if (gck_torch.aoti_torch_new_tensor_handle(fresh->handle, &handle) != 0) {
-        return PyErr_NoMemory();
+    parts[0] = parts[1] = NULL;
+    for (int i = 0; status == 0 && i < 2 && (i == 0 || second > 0); i++) {
+        status = gck_torch.aoti_torch__reinterpret_tensor(fresh->handle, 1, &nbytes[i], &one, offset[i], &handle[i]);
     }
-    return adopt(py, handle);
+    if (status != 0) {
+        PyErr_NoMemory();
+    }
+    for (int i = 0; i < 2; i++) {
+        if (handle[i] != NULL && status == 0) {
+            parts[i] = adopt(py, handle[i]);
+            status = parts[i] == NULL ? -1 : 0;
+        } else if (handle[i] != NULL) {
+            gck_torch.aoti_torch_delete_tensor_object(handle[i]);
+        }
+    }
+    if (status != 0) {
+        Py_CLEAR(parts[0]);
+    }
+    return status != 0 ? -1 : 0;
 }
 
 void gck_fresh_free(gck_fresh *fresh)

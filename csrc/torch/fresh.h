@@ -27,8 +27,9 @@ int gck_fresh_tensor(const gck_py *py, int ndim, const int64_t *sizes, const int
  * exception. */
 PyObject *gck_fresh_object(const gck_py *py, gck_fresh *fresh);
 
-/* New reference: another Python tensor of the same memory. */
-PyObject *gck_fresh_alias(const gck_py *py, const gck_fresh *fresh);
+/* New references: Python tensors of its first bytes and of those after them (NULL: there are none), which no mode
+ * sees made.  0, or -1 with an exception. */
+int gck_fresh_parts(const gck_py *py, const gck_fresh *fresh, int64_t first, int64_t second, PyObject *parts[2]);
 
 void gck_fresh_free(gck_fresh *fresh);
 

@@ -73,6 +73,36 @@ def test_masks_stay_masks():
                     assert error(of) <= 1.4 * without
 
 
+@every_codec
+def test_no_value_is_scaled_beyond_the_largest(codec):
+    """It would escape: values near 1e30, and of float16 near its end."""
+    near = torch.linspace(1.0e30, 1.04e30, 100) / 1024
+    x = torch.stack([torch.full((100,), 9.6e29), near])
+    assert (restored(x, codec)[1] - near).abs().max() < 0.2 * near.max()
+    end = torch.linspace(1, 1.99, 100)
+    end[7] = 65504 * 2.0**-15
+    half = torch.stack([torch.linspace(-65000, 65472, 100), end]).half()
+    want = encode(codec, bits_of(half), "float16", shape=half.shape)
+    np.testing.assert_array_equal(whole(gradckpt.codecs.encode(half, codec)).numpy(), want)
+
+
+def test_the_bound_of_int8_plain_holds_for_shares():
+    torch.manual_seed(0)
+    x = torch.rand(2, 64) * 2 - 1
+    x[0, :20], x[1, :20] = 1, 1.1249
+    x[1] *= 2.0**-6
+    error = (restored(x, "int8_plain") - x).abs().amax(1)
+    assert (error <= gradckpt.codecs.info("int8_plain")["max_error"] * x.abs().amax(1).max()).all()
+    assert error[1] <= 2.01 * gradckpt.codecs.info("int8_plain")["max_error"] * x[1].abs().max()
+
+
+def test_rows_of_quite_different_sizes():
+    for ratio in (2.0**-40, 2.0**-80):
+        x = torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
+        x[::2] *= ratio
+        assert decibels(x, restored(x, "int8")).min() >= 30
+
+
 def test_an_offset_and_outliers_in_rows_of_odd_width():
     torch.manual_seed(0)
     for width in (65, 100, 197, 1000):

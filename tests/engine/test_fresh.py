@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradckpt
@@ -73,6 +74,15 @@ def test_the_arrays_are_tensors_that_share_the_bytes():
     assert before.any()
     del payload
     assert len(bytes(codes.tolist())) == 512
+
+
+def test_no_mode_sees_the_arrays_made():
+    payload = gradckpt.codecs.encode(torch.randn(30, 100), "int8")
+    expected = payload.decode()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        arrays = payload.codes, payload.scales
+    assert [type(each) for each in arrays] == [torch.Tensor, torch.Tensor]
+    assert torch.equal(payload.decode(), expected)
 
 
 @pytest.mark.parametrize("array", ["codes", "scales"])

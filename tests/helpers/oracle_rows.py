@@ -24,7 +24,7 @@ def level(keys):
     values = [k for k in keys if k > 0]
     if not values:
         return 0
-    found = values[min(8, len(values) // 8)]
+    found = values[len(values) // 16]
     gap = 32 if len(values) >= 8 else 80
     for _ in range(2):
         below = [k for k in values if k < found - gap]
@@ -46,9 +46,9 @@ def shifts_of(x, shares, dtype):
         return [0] * len(parts)
     keys = [p.view(np.uint32) >> 20 & 0x7FF for p in parts]
     levels, largest = [level(k) for k in keys], [int(k.max()) for k in keys]
-    reach = [a + max(largest) - b for a, b in zip(levels, largest, strict=True) if a > 0]
+    reach = [a + max(max(largest) - b - 1, 0) for a, b in zip(levels, largest, strict=True) if a > 0]
     common = min([max(levels), *reach])
-    shifts = [min(max(common - a, 0) // 8, 31) if a > 0 else 0 for a in levels]
+    shifts = [min(max(common - a, 0) // 8, 120) if a > 0 else 0 for a in levels]
     return [s - min(shifts) for s in shifts]
 
 

@@ -11,12 +11,13 @@
  *
  * A key is the exponent of a float32 and 3 bits of its mantissa.  The level of a share is the key of its
  * largest value, but for
- *     outliers: the first eight (fewer: an eighth of the values that are not zero) do not count;
+ *     outliers: the largest sixteenth of the values that are not zero does not count;
  *     masks: nor do values above a gap: there are none between 1/16 and 3/4 of the level, but below (of less
  *     than eight that are not zero, where that may be chance: between 2^-10 and 3/4).
- * A share reaches the level that it has when its largest value is as large as the largest of the group.  A shift
- * is the whole number of octaves by which the share's level lies below one that all shares have or reach: the
- * highest, or the lowest reach; 0 for shares of zeros, and in a group with escapes. */
+ * A share reaches the level that it has when the key of its largest value is one less than that of the group's:
+ * so no value escapes that did not.  A shift is the whole number of octaves by which the share's level lies below
+ * one that all shares have or reach: the highest, or the lowest reach; 0 for shares of zeros, and in a group with
+ * escapes. */
 #ifndef GRADCKPT_ROWS_H
 #define GRADCKPT_ROWS_H
 
@@ -30,13 +31,13 @@ enum {
     GCK_FEW_IN_SHARE = 8,
     GCK_KEY_FAR = 16,
     GCK_MOST_GAPS = 2,
-    GCK_MOST_SHIFT = 31,
-    GCK_ROW_OUTLIERS = 8,
+    GCK_MOST_SHIFT = 120,
+    GCK_ROW_OUTLIERS = 16,       /* one of so many values may be one: of a group at most eight */
 };
 
 GCK_FN int gck_magnitude_key(float x) { return (int)(gck_bits(x) >> GCK_KEY_SHIFT & 0x7FFu); }
 
-GCK_FN int gck_row_outliers(int not_zero) { return not_zero / 8 < GCK_ROW_OUTLIERS ? not_zero / 8 : GCK_ROW_OUTLIERS; }
+GCK_FN int gck_row_outliers(int not_zero) { return not_zero / GCK_ROW_OUTLIERS; }
 
 GCK_FN int gck_row_gap(int not_zero) { return not_zero < GCK_FEW_IN_SHARE ? GCK_KEY_WIDE_GAP : GCK_KEY_GAP; }
 
@@ -66,7 +67,7 @@ GCK_FN void gck_shifts_of(int n, const int *level, const int *largest, int *shif
         most = largest[s] > most ? largest[s] : most;
     }
     for (int s = 0; s < n; s++) {
-        const int reach = level[s] + most - largest[s];
+        const int reach = level[s] + (most > largest[s] ? most - largest[s] - 1 : 0);
         common = level[s] > 0 && reach < common ? reach : common;
     }
     for (int s = 0; s < n; s++) {

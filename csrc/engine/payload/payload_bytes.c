@@ -168,38 +168,22 @@ static int unpack(const gck_py *py, PyObject *saved, PyObject **array)
     return saved == NULL || *array != NULL ? 0 : -1;
 }
 
-/* New references: the two parts of its own memory.  0, or -1 and none. */
-static int divide(gck_payload *self, gck_arrays *arrays)
-{
-    PyObject *whole = gck_fresh_alias(&self->state->py, &self->own);
-
-    if (whole == NULL || self->lengths.scales == 0) {
-        arrays->codes = whole;
-        return whole != NULL ? 0 : -1;
-    }
-    arrays->codes = PyObject_CallMethod(whole, "narrow", "iiL", 0, 0, (long long)self->lengths.codes);
-    arrays->scales = arrays->codes == NULL ? NULL
-        : PyObject_CallMethod(whole, "narrow", "iLL", 0, (long long)self->lengths.codes,
-                              (long long)self->lengths.scales);
-    Py_DECREF(whole);
-    if (arrays->scales == NULL) {
-        gck_arrays_clear(arrays);
-        return -1;
-    }
-    return 0;
-}
-
 int gck_payload_arrays(gck_payload *self, gck_arrays *arrays)
 {
     const gck_py *py = &self->state->py;
 
     *arrays = (gck_arrays){NULL, NULL};
     if (self->own.handle != NULL) {
-        if (divide(self, arrays) == 0 && self->own.handle != NULL) {    /* else another thread was faster */
+        PyObject *parts[2];
+        if (gck_fresh_parts(py, &self->own, self->lengths.codes, self->lengths.scales, parts) < 0) {
+            return -1;
+        }
+        *arrays = (gck_arrays){parts[0], parts[1]};
+        if (self->own.handle != NULL) {          /* else another thread was faster */
             self->arrays = gck_arrays_again(*arrays);
             gck_fresh_free(&self->own);
         }
-        return arrays->codes != NULL ? 0 : -1;
+        return 0;
     }
     if (self->saved.codes != NULL) {
         gck_arrays saved = gck_arrays_again(self->saved);     /* the hooks may run anything */

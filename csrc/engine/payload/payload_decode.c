@@ -123,7 +123,7 @@ static PyObject *decode(gck_payload *self, PyObject *into, gck_batch *batch)
     if (find_unchanged(self, batch, &original) < 0) {
         return NULL;
     }
-    all = original != NULL || self->codec->max_error == 0;
+    all = original != NULL || self->codec->max_error == 0 || self->codec->counted != NULL;
     if (original == NULL && gck_payload_overflow_original(self, &original) < 0) {
         return NULL;
     }

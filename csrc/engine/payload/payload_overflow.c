@@ -87,7 +87,7 @@ static void overflow(gck_payload *p)
 {
     p->overflowed = 1;
     count_overflow(p);
-    if (p->codec->max_error == 0) {
+    if (p->codec->max_error == 0 || p->codec->counted != NULL) {     /* too little room: nothing is there */
         gck_arrays_clear(&p->arrays);
         gck_arrays_clear(&p->saved);
     }
