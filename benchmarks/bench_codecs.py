@@ -81,11 +81,15 @@ def whole(payload: gradckpt.codecs.Payload) -> torch.Tensor:
     return torch.cat([payload.codes, payload.scales])
 
 
+def decode_into(packed: torch.Tensor, codec: str, out: torch.Tensor) -> None:
+    torch.ops.gradckpt.decode_many([packed], codec, [out])
+
+
 def measure(values: Values, codec: str, repeat: int, dither: Any) -> Times:
     """Seconds; memcpy between all others. The first round warms up and is dropped. What the last
     one made is checked."""
     payload: Any = gradckpt.codecs.encode(values.x, codec, dither=dither)
-    packed, out = [whole(payload)], [values.out]
+    packed, kind = whole(payload), payload.codec
 
     def encode() -> None:
         nonlocal payload
@@ -93,7 +97,7 @@ def measure(values: Values, codec: str, repeat: int, dither: Any) -> Times:
 
     clock = timing.clock_of(values.threads)
     steps: list[tuple[str, Callable[[], Any]]] = [("memcpy", values.copy), ("encode", encode)]
-    steps += [("memcpy", values.copy), ("decode", lambda: torch.ops.gradckpt.decode_many(packed, codec, out))]
+    steps += [("memcpy", values.copy), ("decode", lambda: decode_into(packed, kind, values.out))]
     times: Times = {"memcpy": [], "encode": [], "decode": []}
     for n in range(repeat + 1):
         payload = None
@@ -110,7 +114,7 @@ def verify(values: Values, codec: str, payload: gradckpt.codecs.Payload, dither:
     wanted = nbytes_of(codec, x)
     guards.check(payload.nbytes == wanted, f"{name}: {payload.nbytes:,} bytes of payload; its format has {wanted:,}")
     out.fill_(1)  # else what memcpy left there would pass for what was decoded
-    torch.ops.gradckpt.decode_many([whole(payload)], codec, [out])
+    decode_into(whole(payload), payload.codec, out)
     with forced("scalar"):
         first = gradckpt.codecs.encode(x[: values.period], codec, dither=dither).decode()
     guards.check(torch.equal(out[: values.period], first), f"{name}: other bits are decoded than by the scalar kernels")

@@ -32,8 +32,9 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 def inputs_bytes(options: argparse.Namespace, codec: str | None = None) -> float:
     """Of the inputs of all layers, by arithmetic."""
-    bits = gradckpt.codecs.info(codec)["sizes"]["float32"][0] if codec else 32
-    return float(options.layers * options.tokens * options.hidden * bits / 8)
+    bits, *_, of_a_row = gradckpt.codecs.info(codec)["sizes"]["float32"] if codec else (32, 0)
+    of_rows = of_a_row * options.tokens * (options.hidden >= 64 and options.hidden % 128 != 0)
+    return float(options.layers * (options.tokens * options.hidden * bits / 8 + of_rows))
 
 
 def build(options: argparse.Namespace) -> Any:

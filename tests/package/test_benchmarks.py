@@ -128,7 +128,7 @@ def other_codec(patch):
 def nothing_decoded(patch):
     import bench_codecs
 
-    patch.setattr(bench_codecs, "decode_into", lambda payload, out: -2)
+    patch.setattr(bench_codecs, "decode_into", lambda packed, codec, out: -2)
 
 
 def no_recompute(patch):
