@@ -231,8 +231,9 @@ def saves(model: Any, ids: torch.Tensor, shape: argparse.Namespace, rows: list[d
 
 
 def check_saves(row: dict[str, Any]) -> None:
+    """Rows of 64 values have a byte each, which arithmetic leaves out: 1.6 %."""
     what, apart = f"{row['keeps']} saved in int8", abs(row["bytes"] / row["arithmetic"] - 1)
-    guards.check(apart <= 0.01, f"{what}: {row['bytes']:,} bytes; arithmetic says {row['arithmetic']:,.0f}")
+    guards.check(apart <= 0.02, f"{what}: {row['bytes']:,} bytes; arithmetic says {row['arithmetic']:,.0f}")
     guards.check(row["named_full"] > 0, f"{what}: a full checkpoint runs none of its operators again")
     guards.check(row["named_again"] == 0, f"{what}: {row['named_again']} of its operators run again")
     guards.check(

@@ -29,4 +29,4 @@ def test_engine(found, case, how):
             assert r["cosine"] > 0.9998
             assert r["compressed"] == r["eligible"] == regions
             assert (r["compiled_tensors"] > 0) == in_graphs
-            assert r["bits"] == (8.125 if in_graphs else 0)
+            assert r["bits"] == (8.25 if in_graphs else 0)

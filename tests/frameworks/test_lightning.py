@@ -291,7 +291,7 @@ class TestTheTrainersLife:
             trainer(callback("stack", compress)).fit(torch.compile(module, backend="aot_eager"), data(module, BATCHES))
         assert not [w for w in recwarn if issubclass(w.category, gradckpt.GradckptInactiveWarning)]
         assert gradckpt.stats()["compiled_tensors"] == (LAYERS if compress else 0)
-        said = "in compiled graphs 3 tensors compressed, 24.00 KiB -> 6.09 KiB per call" in caplog.text
+        said = "in compiled graphs 3 tensors compressed, 24.00 KiB -> 6.19 KiB per call" in caplog.text
         assert said == (compress is not None)
 
     def test_only_the_other_copy_is_installed(self):
@@ -338,7 +338,7 @@ class TestLogs:
         assert len(rows) == BATCHES // 2
         for row in rows:
             assert row["gradckpt/compressed"] == row["gradckpt/eligible"] == LAYERS
-            assert row["gradckpt/ratio"] == pytest.approx(0.254, abs=0.001)
+            assert row["gradckpt/ratio"] == pytest.approx(0.258, abs=0.001)
             assert row["gradckpt/bytes_in_mib"] == pytest.approx(LAYERS * 32 * 64 * 4 / 2**20)
 
     def test_unless_told_not_to(self):
@@ -357,7 +357,7 @@ class TestLogs:
         with caplog.at_level("INFO"):
             fit(Wrapped(), StatsCallback(), logger=lines, log_every_n_steps=1)
         assert lines.rows[0]["gradckpt/compressed"] == LAYERS
-        assert f"gradckpt: {total} regions; compressed {total} of {total} inputs, 96.00 KiB -> 24.38 KiB" in caplog.text
+        assert f"gradckpt: {total} regions; compressed {total} of {total} inputs, 96.00 KiB -> 24.75 KiB" in caplog.text
 
     def test_what_was_chosen_is_said(self, caplog):
         with caplog.at_level("INFO"):

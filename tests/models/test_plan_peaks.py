@@ -89,8 +89,9 @@ def measure(step, batch):
 
 
 def assert_equal(planned, measured):
-    """To the byte, but for the numbers by which a layer multiplies: 8 bytes each, 3 in GPT-2's."""
-    assert 0 <= planned - measured <= 3 * 8 * (LAYERS + 1)
+    """To the byte, but for the numbers by which a layer multiplies: 8 bytes each, 3 in GPT-2's; and
+    for the samples of the first region of a kind."""
+    assert -(1 << 14) <= planned - measured <= 3 * 8 * (LAYERS + 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

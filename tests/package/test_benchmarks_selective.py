@@ -57,7 +57,7 @@ def test_memory_falls_in_the_order_of_what_is_kept(trial):
 
 def test_saves_in_int8_are_as_large_as_arithmetic_says_and_only_others_run_again(trial):
     for row in trial[0]["models"]["tiny"]["saves"]:
-        assert row["bytes"] == pytest.approx(row["arithmetic"], rel=0.01)
+        assert row["bytes"] == pytest.approx(row["arithmetic"], rel=0.02)
         assert row["cosine"] >= 0.999
         assert row["named_full"] > 0
         assert row["named_again"] == 0

@@ -61,7 +61,7 @@ def test_untouched_scripts(tmp_path, train, regions):
     assert f"compressed {regions} of {regions} tensors" in done.stderr
     stats = json.loads((tmp_path / "stats.json").read_text())
     assert (stats["calls"], stats["compressed"]) == (regions, regions)
-    assert 0 < stats["bytes_out"] == round(stats["bytes_in"] * 8.125 / 32)
+    assert 0 < stats["bytes_out"] == round(stats["bytes_in"] * 8.25 / 32)  # rows of 64
     assert int8["losses"][0] == stock["losses"][0]
     assert 0 < relative_error(int8["gradients"], stock["gradients"]) < 0.01
     assert all(g.abs().sum() > 0 for name, g in int8["gradients"].items() if stock["gradients"][name].abs().sum() > 0)
