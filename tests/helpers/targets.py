@@ -24,6 +24,7 @@ LEFT_BECAUSE = {
         "package/test_benchmarks_frontier.py",
         "package/test_benchmarks_gradient_error.py",
         "package/test_benchmarks_selective.py",
+        "package/test_benchmarks_training.py",
         "package/test_docs.py::test_commands_run",
         "package/test_docs.py::test_changelog_is_in_the_site",
         "package/test_docs.py::test_every_page_is_built",

@@ -34,6 +34,7 @@ SMALL = {
     "bench_planner": [""],
     "bench_saved": ["", "--host"],
     "bench_sharing": [""],
+    "bench_training": [""],
 }
 #: What runs in a test file of its own, dry or small.
 ELSEWHERE = {
@@ -65,7 +66,7 @@ def _a_process_as_before():
 
 
 #: Packages that not every environment of the tests has.
-NEEDS = {"bench_plan": "peft", "train_llama": "matplotlib"}
+NEEDS = {"bench_plan": "peft", "bench_training": "sklearn", "train_llama": "matplotlib"}
 
 
 def run(name, options, broken=None):
@@ -247,6 +248,28 @@ def operator_encodes_zeros(patch):
     patch.setattr(torch.ops.gradckpt, "encode", lambda x, codec: encode(torch.zeros_like(x), codec))
 
 
+def exact_ways_round(patch):
+    import training_ways
+
+    patch.setitem(training_ways.EQUAL, "lossless", training_ways.WAYS["int4"])
+
+
+def no_way_enables(patch):
+    enable = gradckpt.enable
+    exact = lambda codec: codec if codec == "lossless" else None  # noqa: E731
+    patch.setattr(gradckpt, "enable", lambda model, compress=None, **k: enable(model, exact(compress), **k))
+
+
+def each_run_has_its_own_weights(patch):
+    import training_tasks
+
+    build = iter(range(100))
+    task = training_tasks.TASKS["llama"]
+    patch.setitem(
+        training_tasks.TASKS, "llama", task._replace(build=lambda seed, folder: task.build(next(build), folder))
+    )
+
+
 def demo_takes_no_time(patch):
     import train_llama
 
@@ -298,6 +321,9 @@ BROKEN = [
     ("gpu_memory", "--tokens 64", no_time, WRONG),
     ("gpu_roofline", "--repeat 1", slow_host_clock, WRONG),
     ("gpu_roofline", "--repeat 1", operator_encodes_zeros, "is not what was encoded"),
+    ("bench_training", "", exact_ways_round, "differ from those of exact"),
+    ("bench_training", "", no_way_enables, "tensors compressed"),
+    ("bench_training", "", each_run_has_its_own_weights, "differ from those of exact"),
     ("train_llama", DEMO, demo_takes_no_time, "no step is faster"),
     ("train_llama", DEMO, demo_compresses_nothing, "gradients differ"),
 ]
