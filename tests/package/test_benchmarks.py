@@ -24,6 +24,7 @@ DEMO = "--layers 1 --seq 32 --steps 1 --codecs int8"
 #: Their small forms.
 SMALL = {
     "bench_budget": ["peaks", "times", "holds", "error", "monotone", "deterministic", "torch"],
+    "bench_candidates": [""],
     "bench_codecs": ["", "--dtype float32 --isa avx2", "--dtype bool", "--stochastic --isa avx2"],
     "bench_compile": [""],
     "bench_fidelity": [""],
@@ -66,7 +67,7 @@ def _a_process_as_before():
 
 
 #: Packages that not every environment of the tests has.
-NEEDS = {"bench_plan": "peft", "bench_training": "sklearn", "train_llama": "matplotlib"}
+NEEDS = {"bench_candidates": "peft", "bench_plan": "peft", "bench_training": "sklearn", "train_llama": "matplotlib"}
 
 
 def run(name, options, broken=None):
@@ -248,6 +249,28 @@ def operator_encodes_zeros(patch):
     patch.setattr(torch.ops.gradckpt, "encode", lambda x, codec: encode(torch.zeros_like(x), codec))
 
 
+def another_transform(patch):
+    import candidate_formats
+
+    patch.setattr(candidate_formats, "hadamard", lambda: torch.ones(16, 16) / 4)
+
+
+def deltas_of_nothing(patch):
+    import candidate_formats
+
+    patch.setattr(candidate_formats.Deltas, "restored", lambda self, layer: self.kept[layer][1].decode().float())
+
+
+def no_cut(patch):
+    import candidate_formats
+
+    def whole(self, layer, x):
+        self.count(x.nbytes // 8, x)
+        return x
+
+    patch.setattr(candidate_formats.Cut, "__call__", whole)
+
+
 def exact_ways_round(patch):
     import training_ways
 
@@ -291,6 +314,9 @@ BROKEN = [
     ("bench_budget", "times", no_time, WRONG),
     ("bench_budget", "torch", no_time, WRONG),
     ("bench_budget", "deterministic", another_plan, "different plans of one profile"),
+    ("bench_candidates", "", another_transform, "from an orthonormal one"),
+    ("bench_candidates", "", deltas_of_nothing, "is not what the encoder had"),
+    ("bench_candidates", "", no_cut, "the gradients are exact"),
     ("bench_codecs", "--codecs int8", no_time, WRONG),
     ("bench_codecs", "--codecs int8", other_values, "relative error"),
     ("bench_codecs", "--codecs int8 --isa avx2", other_codec, "bytes of payload; its format has"),
