@@ -9,26 +9,28 @@ seed, each run on one core. Within a seed all ways start from the same weights a
 batches in the same order, and every way is compared with ``exact`` of its seed: the differences of
 the last validation loss, their mean and its 95 % interval (Student's t).
 
-Runs are kept in --folder, and an interrupted program goes on where it stopped; a run itself starts
-anew. Change a task, a way or a codec, and all runs are made again. --page puts the tables between
-their marks on that page; --picture draws the losses and the differences (with matplotlib).
+Runs are kept in --folder, and an interrupted program goes on where it stopped; a run itself
+starts anew. Change a source that matters (comments do not), a version or the instruction set of
+the machine, and all runs are made again. --page puts the tables between their marks on that page;
+--picture draws the losses and the differences (with matplotlib).
 
-Checked: the first loss of our ways is that of ``exact`` to the last bit, and something was
-compressed; every task learns; ``lossless`` and ``save_attention:int8`` leave losses, weights and
-buffers equal to the last bit over 50 steps. The controls: the interval of gradients changed by 1e-6
-contains 0, and that of a codec with 25 % gradient error does not.
+Checked: the first loss of our ways is that of ``exact`` to the last bit; each way uses its codec,
+compresses in every step, recomputes or does not, and changes something; ``lossless`` and
+``save_attention:int8`` leave losses, weights and buffers equal to the last bit over 50 steps; every
+task learns. The controls: gradients changed by 1e-6 differ by less than a twentieth of the seeds'
+standard deviation and their interval contains 0; that of a codec with 25 % gradient error does not.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import json
 import logging
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -63,29 +65,27 @@ def jobs_of(options: argparse.Namespace, folder: Path) -> list[Job]:
     ]
 
 
+def ignore_interrupts() -> None:
+    """Leave Ctrl-C to the first process, which ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def run_all(jobs: list[Job], processes: int) -> list[Run]:
     """Return the runs in the order of the jobs. One process: here, for a card and for trials."""
-    found: dict[Job, Run] = {}
-    with machine.progress(len(jobs)) as step, contextlib.ExitStack() as open_:
-
-        def done(job: Job, run: Run) -> None:
-            found[job] = run
+    found: list[Run] = []
+    with contextlib.ExitStack() as open_:
+        step = open_.enter_context(machine.progress(len(jobs)))
+        runs = map(training_runs.run, jobs)
+        if processes > 1:
+            pool = multiprocessing.get_context("spawn").Pool(processes, ignore_interrupts)
+            runs = open_.enter_context(pool).imap(training_runs.run, jobs)
+        for job, run in zip(jobs, runs, strict=True):
+            found.append(run)
             words = f"{job.task}, {job.way}, seed {job.seed}"
             step(words)
             if not sys.stdout.isatty():
                 print(f"{len(found)} of {len(jobs)}: {words}: {run['loss']:.4f}", file=sys.stderr, flush=True)
-
-        if processes == 1:
-            for job in jobs:
-                done(job, training_runs.run(job))
-        else:
-            spawn = multiprocessing.get_context("spawn")
-            pool = open_.enter_context(concurrent.futures.ProcessPoolExecutor(processes, spawn))
-            open_.callback(pool.shutdown, cancel_futures=True)
-            waiting = {pool.submit(training_runs.run, job): job for job in jobs}
-            for finished in concurrent.futures.as_completed(waiting):
-                done(waiting[finished], finished.result())
-    return [found[job] for job in jobs]
+    return found
 
 
 # ---- what is checked
@@ -101,29 +101,49 @@ def check_runs(runs: list[Run], full: bool) -> None:
             guards.check(same, f"{what}: the first loss is not that of {EXACT}, so the runs are no pair")
         if run["way"] in OURS:
             guards.at_least(f"{what}: tensors compressed", run["compressed"], run["steps"], "one in each step")
-        else:
-            guards.check(run["compressed"] == 0, f"{what}: something was compressed")
         if full and run["way"] == EXACT:
             guards.check(run["losses"][-1] < 0.9 * run["losses"][0], f"{what}: nothing was learned")
 
 
-def check_equal(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Compare exact ways bit by bit; return what was compared."""
-    found = []
+def check_ways(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Train in each way for a few steps beside exact; return those that change no bit."""
+    equal = []
     for task in options.tasks:
-        for way in training_ways.of_task(TASKS[task], EQUAL):
-            differing = training_runs.differing(task, way, options.equal_steps, folder, options.device)
-            guards.check(not differing, f"{task}, {way}: {', '.join(differing[:3])} differ from those of {EXACT}")
-            found.append(f"{task} {way}")
-    return found
+        for name in training_ways.of_task(TASKS[task], WAYS | EQUAL):
+            if name == EXACT or (name in WAYS and name not in options.ways):
+                continue
+            steps = options.equal_steps if name in EQUAL else 1
+            found = training_runs.pair(task, name, steps, folder, options.device)
+            check_way(f"{task}, {name}", name, found)
+            equal += [f"{task} {name}"] if name in EQUAL else []
+    return equal
+
+
+def check_way(what: str, name: str, found: training_runs.Pair) -> None:
+    way = (WAYS | EQUAL)[name]
+    if name in EQUAL:
+        words = f"{', '.join(found.differing[:3])} differ from those of {EXACT}"
+        guards.check(not found.differing, f"{what}: {words}")
+    else:
+        guards.check(bool(found.differing), f"{what}: nothing differs from {EXACT}, so it is no other way")
+    guards.check(
+        (found.compressed > 0) == bool(way.settings), f"{what}: {found.compressed} tensors compressed in a step"
+    )
+    if way.codec:
+        codecs = ", ".join(sorted(found.codecs)) or "none"
+        guards.check(way.codec in found.codecs, f"{what}: its codecs are {codecs}, not {way.codec}")
+    recomputes = bool(way.settings) and way.settings.get("recompute", True)
+    guards.check((found.recomputes > 0) == recomputes, f"{what}: {found.recomputes} recomputes in a step")
 
 
 def check_controls(found: list[Comparison]) -> None:
     for one in found:
         if one.way == NOISE:
+            small = one.deviation <= training_report.SHARE * one.spread
+            guards.check(small, f"{one.task}: a change of 1e-6 grows to {one.deviation:.2g}; lower the learning rate")
             # One interval in twenty leaves 0 out by chance; this share of the spread is nothing.
             good = one.contains_zero or abs(one.mean) < 0.01 * one.spread
-            guards.check(good, f"{one.task}: a change of 1e-6 is told from 0 ({one.words}), so seeds are no pairs")
+            guards.check(good, f"{one.task}: a change of 1e-6 is told from 0 ({one.words})")
         if one.way == CUT:
             guards.check(
                 not one.contains_zero, f"{one.task}: an error of 25 % is not told from 0 ({one.words}); change the task"
@@ -156,16 +176,36 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         options.ways.insert(0, EXACT)
     if options.seeds < 2:
         parser.error("--seeds: at least 2, or there is no interval")
+    if options.jobs is not None and options.jobs < 1:
+        parser.error("--jobs: at least 1")
+    if options.page:
+        check_page(parser, options)
     options.jobs = options.jobs or (1 if options.device == "cuda" else len(os.sched_getaffinity(0)))
     return options
+
+
+def check_page(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Look for what would be missed hours later."""
+    whole = set(options.tasks) >= set(training_tasks.SMALL) and set(options.ways) == set(WAYS)
+    if options.quick or not whole:
+        parser.error("--page: only with all tasks and ways")
+    if not options.page.is_file():
+        parser.error(f"--page: {options.page} is no file")
+    text = options.page.read_text()
+    missing = [mark for mark in (*training_report.FIRST, *training_report.MARKS) if mark not in text]
+    if missing:
+        parser.error(f"--page: {options.page} lacks the mark {missing[0]}")
 
 
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
-    if options.device == "cuda":
-        machine.require("cuda", "bench_training")
+    reason = machine.why_no_cuda() if options.device == "cuda" else None
+    if reason:
+        sys.exit(f"bench_training: {reason}; without --device it trains on the cores")
+    if options.picture:
+        import matplotlib  # noqa: F401  # missing, it would be missed hours later
     facts: dict[str, Any] = {**machine.facts(options.device), "transformers": transformers.__version__}
     trial = contextlib.ExitStack()  # keeps nothing
     if options.quick:
@@ -174,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         for task in options.tasks:
             TASKS[task].held_out()  # or the sentence about what is missing
-        equal = check_equal(options, folder)
+        equal = check_ways(options, folder)
         runs = run_all(jobs_of(options, folder), options.jobs)
         trial.close()
     except training_tasks.MissingPackageError as missing:
@@ -186,15 +226,15 @@ def main(argv: list[str] | None = None) -> None:
     machine.print_head("training with compressed activations", facts)
     print(f"equal to the last bit over {options.equal_steps} steps: {', '.join(equal)}")
     print(f"{training_report.first_sentence(found)}\n\n{training_report.text(runs, found)}")
-    if not options.quick:
-        check_controls(found)
-    if options.page:
-        options.page.write_text(training_report.page_with(runs, found, options.page.read_text()))
     if options.picture:
         training_report.draw(runs, found, options.picture)
     if options.json:
         report = {"benchmark": "training", **facts, "runs": runs, "comparisons": [one._asdict() for one in found]}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if not options.quick:
+        check_controls(found)
+    if options.page:
+        options.page.write_text(training_report.page_with(runs, found, options.page.read_text()))
 
 
 if __name__ == "__main__":

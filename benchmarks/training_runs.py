@@ -1,7 +1,8 @@
 """One run of bench_training.py, and the folder that keeps those which are done.
 
-Kept by task, way and seed, in a folder whose name says what the figures depend on: the tasks, the
-ways, the codecs' sources, torch and transformers. What is there is not run again.
+Kept by device, task, way and seed, in a folder whose name says what the figures depend on: the
+sources of the tasks, the ways, the runs, the Llama's and gradckpt's own, without comments; the
+texts; versions, and the instruction set of torch's kernels. What is there is not run again.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
+import re
 import statistics
 import time
 from pathlib import Path
@@ -19,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 import training_tasks
 import training_ways
-import transformers
 from torch import Tensor, nn
 from training_tasks import STRIDE, TASKS, Batch
 
@@ -41,11 +44,13 @@ class Job(NamedTuple):
 
     @property
     def file(self) -> Path:
-        return self.folder / self.task / f"{self.way}-{self.seed}-{self.steps}.json"
+        return self.folder / self.device / self.task / f"{self.way}-{self.seed}-{self.steps}.json"
 
 
-def meaning(source: str) -> str:
+def meaning(source: str, suffix: str = ".py") -> str:
     """Return a source without comments and docstrings, which change no figure."""
+    if suffix != ".py":
+        return re.sub(r"\s+", " ", re.sub(r"/\*.*?\*/|//[^\n]*", "", source, flags=re.DOTALL))
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
@@ -53,13 +58,29 @@ def meaning(source: str) -> str:
     return ast.unparse(tree)
 
 
+def sources() -> list[Path]:
+    """Return what decides a figure; the report does not."""
+    mine = [Path(module.__file__) for module in (training_tasks, training_ways, training_tasks.train_llama)]
+    kinds = {".py", ".c", ".h", ".cu", ".cuh", ".def"}
+    theirs = [file for folder in ("csrc", "gradckpt") for file in sorted((ROOT / folder).rglob("*.*"))]
+    return [*mine, Path(__file__), *(file for file in theirs if file.suffix in kinds)]
+
+
+def versions() -> list[str]:
+    found = [platform.python_version(), torch.backends.cpu.get_cpu_capability()]
+    for package in ("torch", "transformers", "peft", "scikit-learn"):
+        try:
+            found.append(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            found.append("")
+    return found
+
+
 def folder_of(parent: Path) -> Path:
-    """Return the folder of this state of the sources."""
-    facts = [meaning(Path(module.__file__).read_text()) for module in (training_tasks, training_ways)]
-    facts += [meaning(Path(__file__).read_text()).partition("class Job")[0]]
-    facts += [f.read_text() for f in sorted((ROOT / "csrc" / "codec").rglob("*.[ch]"))]
-    facts += [torch.__version__, transformers.__version__]
-    return parent / hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+    """Return the folder of this state of the sources, texts and versions."""
+    facts = [meaning(file.read_text(), file.suffix) for file in sources()]
+    facts += [str(len(text)) for text in training_tasks.sources()]
+    return parent / hashlib.sha256(repr([facts, versions()]).encode()).hexdigest()[:12]
 
 
 def to(device: str, batch: Batch) -> Batch:
@@ -138,14 +159,24 @@ def run(job: Job) -> Run:
     return found
 
 
-def differing(task: str, way: str, steps: int, folder: Path, device: str = "cpu") -> list[str]:
+class Pair(NamedTuple):
+    """Of a way and exact, from one seed."""
+
+    differing: list[str]  # names of losses, weights and buffers
+    codecs: set[str]
+    compressed: int  # in each step
+    recomputes: int  # in each step
+
+
+def pair(task: str, way: str, steps: int, folder: Path, device: str = "cpu") -> Pair:
     """Train twice with seed 0, without checkpointing and in this way, and compare all bits of
-    losses, weights and buffers. Returns the names of what differs."""
+    losses, weights and buffers."""
     prepare(device)
-    pair = [Training(Job(task, each, 0, steps, device, folder)) for each in (training_ways.EXACT, way)]
-    losses = [torch.stack([training.step(number) for number in range(steps)]) for training in pair]
-    states = [training.state() for training in pair]
-    if not pair[1].way.compressed():
-        return ["nothing was compressed"]
-    found = [] if torch.equal(*losses) else ["loss"]
-    return found + [name for name, x in states[0].items() if not torch.equal(x, states[1][name])]
+    exact = Training(Job(task, training_ways.EXACT, 0, steps, device, folder))
+    losses = [torch.stack([exact.step(number) for number in range(steps)])]
+    mine = Training(Job(task, way, 0, steps, device, folder))
+    losses.append(torch.stack([mine.step(number) for number in range(steps)]))
+    states = [exact.state(), mine.state()]
+    differing = [] if torch.equal(*losses) else ["loss"]
+    differing += [name for name, x in states[0].items() if not torch.equal(x, states[1][name])]
+    return Pair(differing, mine.way.codecs(), mine.way.compressed() // steps, mine.way.recomputes() // steps)

@@ -1,8 +1,9 @@
 """The ways of training that bench_training.py compares: exact, formats of gradckpt, and controls.
 
 The controls show what the comparison can tell apart. ``noise`` changes each gradient by 1e-6 of
-itself. ``cut`` stands for a bad codec: each region's backward starts from its input rounded toward
-0; in each step that error is scaled to a quarter of the gradient's norm.
+itself. ``cut`` stands for a bad codec: in a second run of each step, each region's backward starts
+from its input rounded toward 0, and the difference that this makes is scaled to a quarter of the
+gradient's norm.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ CUT_ERROR, NOISE_SIZE = 0.25, 1e-6
 class Way(NamedTuple):
     about: str
     settings: dict[str, Any] | None = None  # keywords of gradckpt.enable
+    codec: str = ""  # among those that it uses
     needs_products: bool = False  # in the blocks
 
 
 WAYS = {
     EXACT: Way("no checkpointing"),
     BF16: Way("bf16 autocast"),
-    "int8": Way("`int8`", {"compress": "int8"}),
-    "int6": Way("`int6`", {"compress": "int6"}),
-    "int4": Way("`int4`", {"compress": "int4"}),
-    "fp8": Way("`fp8`", {"compress": "fp8"}),
-    "saved": Way("`int8`, `recompute=False`", {"compress": "int8", "recompute": False}),
-    "products": Way('`policy="save_matmuls:int8"`', {"policy": "save_matmuls:int8"}, needs_products=True),
-    "stochastic": Way("`int8`, `stochastic=True`", {"compress": {"codec": "int8", "stochastic": True}}),
+    "int8": Way("`int8`", {"compress": "int8"}, "int8"),
+    "int6": Way("`int6`", {"compress": "int6"}, "int6"),
+    "int4": Way("`int4`", {"compress": "int4"}, "int4"),
+    "fp8": Way("`fp8`", {"compress": "fp8"}, "fp8_e4m3"),
+    "saved": Way("`int8`, `recompute=False`", {"compress": "int8", "recompute": False}, "int8"),
+    "products": Way('`policy="save_matmuls:int8"`', {"policy": "save_matmuls:int8"}, "int8", needs_products=True),
+    "stochastic": Way("`int8`, `stochastic=True`", {"compress": {"codec": "int8", "stochastic": True}}, "int8"),
     NOISE: Way("control: gradients changed by 1e-6"),
     CUT: Way(f"control: a codec with {100 * CUT_ERROR:g} % gradient error"),
 }
 OURS = tuple(name for name, way in WAYS.items() if way.settings)
 #: Those that change nothing, to the last bit.
 EQUAL = {
-    "lossless": Way("`lossless`", {"compress": "lossless"}),
+    "lossless": Way("`lossless`", {"compress": "lossless"}, "lossless"),
     "attention": Way('`policy="save_attention:int8"`', {"policy": "save_attention:int8"}, needs_products=True),
 }
 
@@ -66,8 +68,8 @@ class Cut:
                 module.forward = self.from_rounded(module.forward)
 
     def from_rounded(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """While ``on``: the output is exact, and its gradient that of a run from the rounded
-        input."""
+        """While ``on``: the output is exact up to rounding, and its gradient that of a run from the
+        rounded input. An input without a gradient, as the first one of LoRA, is not rounded."""
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not (self.on and x.requires_grad):
@@ -89,10 +91,12 @@ class Cut:
         self.on = True
         for norm in norms:
             norm.momentum = 0.0
-        yield
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-        self.on = False
+        try:
+            yield
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+            self.on = False
 
     def change_gradients(self, batch: Batch) -> float:
         """Return the error of the codec itself."""
@@ -123,6 +127,7 @@ class Session:
         self.errors: list[float] = []  # of the bad codec, in each step
         self.handle: Any = None
         gradckpt.stats.reset()
+        gradckpt.config.set_rounding_state((0, 0))  # else the noise is that of the runs before
         settings = (WAYS | EQUAL)[name].settings
         if settings:
             block = next(type(m) for m in model.modules() if type(m).__name__ == task.block)
@@ -141,5 +146,12 @@ class Session:
                     p.grad.mul_(1 + NOISE_SIZE * noise)
 
     def compressed(self) -> int:
-        """The number of payloads, and of outputs that a policy kept."""
+        """Count the payloads, and the outputs that a policy kept."""
         return int(gradckpt.stats()["encoded"] + gradckpt.stats()["policy_outputs"])
+
+    def codecs(self) -> set[str]:
+        """Return the names of the codecs that made payloads."""
+        return {name for name, one in gradckpt.stats()["codecs"].items() if one}
+
+    def recomputes(self) -> int:
+        return int(gradckpt.stats()["recomputes"])

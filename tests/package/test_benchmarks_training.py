@@ -37,17 +37,28 @@ def _threads_as_before():
 # ---- runs
 
 
-def test_a_run_repeats_to_the_last_bit(tmp_path):
-    first, second = (training_runs.train(job(tmp_path)) for _ in range(2))
+@pytest.mark.parametrize("way", training_ways.WAYS)
+def test_a_run_repeats_to_the_last_bit(way, tmp_path):
+    """Also after other runs in this process."""
+    task = "llama" if training_ways.WAYS[way].needs_products else "resnet"
+    first, second = (training_runs.train(job(tmp_path, task, way, steps=2)) for _ in range(2))
     assert first["losses"] == second["losses"]
     assert first["validations"] == second["validations"]
 
 
-def test_seeds_share_no_batch_and_ways_share_all():
-    task, stride = training_tasks.TASKS["resnet"], training_tasks.STRIDE
-    batches = [task.batch(seed * stride + step)["pixel_values"] for seed in (0, 1) for step in (0, 1)]
-    assert len({x.sum().item() for x in batches}) == 4
-    assert torch.equal(task.batch(0)["pixel_values"], batches[0])
+def test_ways_of_a_seed_see_the_same_batches_and_seeds_others(tmp_path, monkeypatch):
+    seen = {}
+    step = training_tasks.train_step
+
+    def noted(model, batch, *args):
+        seen.setdefault(key, []).append(batch["pixel_values"].sum().item())
+        return step(model, batch, *args)
+
+    monkeypatch.setattr(training_tasks, "train_step", noted)
+    for key in (("exact", 0), ("int8", 0), ("cut", 0), ("exact", 1)):
+        training_runs.train(job(tmp_path, way=key[0], seed=key[1]))
+    assert seen["exact", 0] == seen["int8", 0] == seen["cut", 0]
+    assert len({*seen["exact", 0], *seen["exact", 1]}) == 6
 
 
 def test_what_is_done_is_not_run_again(tmp_path, monkeypatch):
@@ -66,12 +77,40 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
     assert not job(tmp_path).file.exists()
 
 
-def test_runs_of_other_sources_are_in_another_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("training_tasks.py", "5e-05", "6e-05"),
+        ("training_runs.py", "VALIDATIONS = 10", "VALIDATIONS = 11"),
+        ("training_runs.py", "self.task.batch(", "self.task.batch(0 * "),
+        ("train_llama.py", "initializer_range", "initializer"),
+        ("checkpoint.c", "region", "regions"),
+        ("quantize.cuh", "float", "double"),
+        ("switch.py", "recompute", "recomputes"),
+    ],
+)
+def test_runs_of_other_sources_are_in_another_folder(file, old, new, tmp_path, monkeypatch):
     before = training_runs.folder_of(tmp_path)
     assert training_runs.folder_of(tmp_path) == before
-    meaning = training_runs.meaning
-    monkeypatch.setattr(training_runs, "meaning", lambda source: meaning(source).replace("0.0001", "0.0002"))
+    paths = [path for path in training_runs.sources() if path.name == file]
+    if not paths:  # any other of its kind
+        paths = [path for path in training_runs.sources() if path.suffix == f".{file.rpartition('.')[2]}"]
+    changed, meaning = paths[-1].read_text(), training_runs.meaning
+
+    def another(source, *suffix):
+        found = meaning(source, *suffix)
+        if source == changed:
+            assert old in found
+            found = found.replace(old, new)
+        return found
+
+    monkeypatch.setattr(training_runs, "meaning", another)
     assert training_runs.folder_of(tmp_path) != before
+
+
+def test_another_device_has_runs_of_its_own(tmp_path):
+    one = job(tmp_path)
+    assert one.file != one._replace(device="cuda").file
 
 
 def test_words_do_not_make_runs_anew():
@@ -89,12 +128,33 @@ EXACT_WAYS = [
 
 @pytest.mark.parametrize(("task", "way"), EXACT_WAYS)
 def test_exact_ways_change_no_bit(task, way, tmp_path):
-    assert training_runs.differing(task, way, 2, tmp_path) == []
+    assert training_runs.pair(task, way, 2, tmp_path).differing == []
 
 
-def test_a_lossy_way_is_seen_to_differ(tmp_path, monkeypatch):
-    monkeypatch.setitem(training_ways.EQUAL, "lossless", training_ways.WAYS["int8"])
-    assert training_runs.differing("resnet", "lossless", 2, tmp_path)
+@pytest.mark.parametrize("way", [way for way in training_ways.WAYS if way != "exact"])
+def test_each_way_is_what_it_says(way, tmp_path):
+    task = "moe" if training_ways.WAYS[way].needs_products else "resnet"
+    bench_training.check_way(way, way, training_runs.pair(task, way, 1, tmp_path))
+
+
+GOOD = training_runs.Pair(["loss"], {"int8"}, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("way", "found", "words"),
+    [
+        ("int8", GOOD._replace(differing=[]), "nothing differs"),
+        ("int8", GOOD._replace(compressed=0), "0 tensors compressed"),
+        ("int8", GOOD._replace(codecs={"int6"}), "its codecs are int6, not int8"),
+        ("int8", GOOD._replace(recomputes=0), "0 recomputes"),
+        ("saved", GOOD, "3 recomputes"),
+        ("bf16", GOOD, "3 tensors compressed"),
+        ("lossless", GOOD._replace(codecs={"lossless"}), "loss differ from those of exact"),
+    ],
+)
+def test_a_way_that_is_another_ends_the_program(way, found, words):
+    with pytest.raises(SystemExit, match=words):
+        bench_training.check_way("llama", way, found)
 
 
 # ---- controls
@@ -124,16 +184,20 @@ def compared(way, *differences, task="llama"):
 def test_the_interval_is_students():
     one = compared("int8", *range(1, 11))
     assert one.mean == 5.5
-    assert one.half == pytest.approx(2.262 * statistics.stdev(range(1, 11)) / 10**0.5)
+    assert one.half == pytest.approx(2.2622 * statistics.stdev(range(1, 11)) / 10**0.5, rel=1e-4)
     assert not one.contains_zero
     assert compared("int8", -1.0, 1.0, 0.5).contains_zero
+    assert [round(training_report.quantile(0.05, n), 3) for n in (1, 2, 20)] == [12.706, 4.303, 2.086]
+    assert training_report.outside(2.2622, 9) == pytest.approx(0.05, abs=1e-5)
 
 
 def test_controls_that_cannot_be_told_apart_end_the_program():
     good = [compared("noise", -1e-6, 2e-6), compared("cut", 0.1, 0.11)]
     bench_training.check_controls(good)
     with pytest.raises(SystemExit, match=r"llama: a change of 1e-6 is told from 0"):
-        bench_training.check_controls([compared("noise", 0.1, 0.11)])
+        bench_training.check_controls([compared("noise", 0.1, 0.1001)])
+    with pytest.raises(SystemExit, match=r"llama: a change of 1e-6 grows to 0.14; lower the learning rate"):
+        bench_training.check_controls([compared("noise", -0.1, 0.1)])  # of runs that are no pairs
     with pytest.raises(SystemExit, match=r"llama: an error of 25 % is not told from 0 .*; change the task"):
         bench_training.check_controls([compared("cut", -0.1, 0.11)])
 
@@ -143,20 +207,34 @@ def test_controls_that_cannot_be_told_apart_end_the_program():
 FOUND = [
     compared("exact", 0.0, 0.0, 0.0),
     compared("bf16", 0.001, 0.002, 0.003),
-    compared("int8", 0.001, -0.001, 0.0005),
-    compared("int4", 0.1, 0.11, 0.12),
+    compared("int8", 0.0001, -0.0001, 0.00005),
+    compared("int6", 0.0003, -0.0001, 0.0001),
+    compared("int4", 0.11, 0.1101, 0.1102),
+    compared("fp8", -0.11, -0.1101, -0.1102),
 ]
 
 
-def test_the_first_sentence_names_who_loses():
-    assert training_report.first_sentence(FOUND[:3]).startswith("No format ended with a higher")
-    assert "`int4` in llama by +0.11" in training_report.first_sentence(FOUND)
+def test_the_first_sentence_names_who_ends_elsewhere():
+    assert training_report.first_sentence(FOUND[:4]).startswith("No format ended with another")
+    words = training_report.first_sentence(FOUND)
+    assert "`int4` in llama by +11" in words
+    assert "`fp8` in llama by -11" in words
+    assert "int8" not in words
 
 
-def test_int8_is_judged_by_bf16_and_the_seeds():
-    assert training_report.bound(FOUND, "llama") == pytest.approx(0.002)
-    assert training_report.within(FOUND, "int8") == (["llama"], [])
-    assert training_report.within(FOUND, "int4") == ([], ["llama"])
+def test_one_interval_of_many_is_chance():
+    """3 of 100 by chance alone is too many to name one of 20."""
+    some = compared("int8", 1.0, 2.0, 3.0, 4.0, 0.5)
+    assert not some.contains_zero
+    others = [compared("int6", -1.0, 1.0, 0.1, task=f"{n}") for n in range(19)]
+    assert training_report.beyond_chance([some])
+    assert not training_report.beyond_chance([some, *others])
+
+
+def test_int8_is_judged_with_its_interval():
+    assert "within 0.05 in llama." in training_report.of_int8(FOUND)
+    wide = [FOUND[0], compared("int8", 5.0, -5.0, 0.0001)]
+    assert "within 0.05 in no task, but not in llama" in training_report.of_int8(wide)
 
 
 def test_the_page_has_all_tasks_and_ways():
@@ -165,9 +243,9 @@ def test_the_page_has_all_tasks_and_ways():
     header = next(line for line in part.splitlines() if line.startswith("| way"))
     assert re.findall(r"[a-z0-9-]+", header)[1:] == list(training_tasks.SMALL)
     for name, way in training_ways.WAYS.items():
-        assert name == training_ways.EXACT or f"| {way.about} |" in part
+        assert name == training_ways.EXACT or f"\n| {way.about} |" in part
     first = page.partition(training_report.FIRST[0])[2].partition(training_report.FIRST[1])[0].strip()
-    assert re.match(r"(No format ended|Beyond chance, )", first)
+    assert re.match(r"(No format ended with another|Beyond chance, )", first)
 
 
 def test_the_picture_is_drawn(tmp_path):
@@ -185,6 +263,23 @@ def test_missing_images_are_named(monkeypatch):
     training_tasks.digits.cache_clear()
     with pytest.raises(SystemExit, match="scikit-learn ships them: pip install scikit-learn"):
         bench_training.main(["--tasks", "resnet"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--jobs 0", "--jobs: at least 1"),
+        ("--seeds 1", "--seeds: at least 2"),
+        ("--page README.md --quick", "only with all tasks and ways"),
+        ("--page README.md --tasks llama", "only with all tasks and ways"),
+        ("--page missing.md", "missing.md is no file"),
+        (f"--page {ROOT / 'README.md'}", "lacks the mark <!-- first"),
+    ],
+)
+def test_wrong_options_are_named(options, words, capsys):
+    with pytest.raises(SystemExit):
+        bench_training.main(options.split())
+    assert words in capsys.readouterr().err
 
 
 def test_an_unknown_task_is_named(capsys):
