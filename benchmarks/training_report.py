@@ -300,14 +300,14 @@ def draw(runs: list[Run], found: list[Comparison], path: Path) -> None:
         below.set_xticks([-10, -1, -0.1, 0, 0.1, 1, 10], ["-10", "-1", "", "0", "", "1", "10"])
         below.set_ylim(len(compared) - 0.5, -0.5)
         below.set_yticks(range(len(compared)), [SHORT.get(way, way) for way in compared] if column == 0 else [])
-        below.set_xlabel("difference / seeds' standard deviation", size=10)
+        below.set_xlabel("difference / seeds' deviation", size=11)
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(labelsize=11)
     grid[0][0].set_ylabel("validation loss", size=12)
     grid[1][0].annotate(
         f"band: {SHARE:g} deviations",
-        (SHARE, len(compared) - 0.6),
+        (SHARE, -0.4),
         xytext=(4, 0),
         textcoords="offset points",
         size=9,
