@@ -102,7 +102,7 @@ def compare(runs: list[Run]) -> list[Comparison]:
                 len(seeds),
                 statistics.fmean(mine[seed]["loss"] for seed in seeds),
                 statistics.fmean(mine[seed]["accuracy"] for seed in seeds),
-                statistics.stdev(exact[seed]["loss"] for seed in seeds),
+                statistics.stdev(run["loss"] for run in exact.values()),
                 tuple(mine[seed]["loss"] - exact[seed]["loss"] for seed in seeds),
                 statistics.fmean(mine[seed]["seconds"] for seed in seeds),
             )
