@@ -257,8 +257,7 @@ def adapters(state: dict[str, Tensor], groups: int) -> nn.Module:
     import peft
     from peft.tuners.lora.config import VeloraConfig
 
-    settings = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    config = peft.LoraConfig(**settings, velora_config=VeloraConfig(num_groups=groups))
+    config = peft.LoraConfig(**training_tasks.LORA, velora_config=VeloraConfig(num_groups=groups))
     model = peft.get_peft_model(training_tasks.llama(0, Path()), config)
     wrong = model.load_state_dict(state, strict=False)
     guards.check(

@@ -55,7 +55,6 @@ class Comparison(NamedTuple):
     accuracy: float  # mean
     spread: float  # the standard deviation of exact's losses over the seeds
     differences: tuple[float, ...]
-    seconds: float  # mean of a run
 
     @property
     def mean(self) -> float:
@@ -83,7 +82,9 @@ class Comparison(NamedTuple):
 
     @property
     def words(self) -> str:
-        return f"{self.mean:+.5f} ± {self.half:.5f}"
+        """The mean and its interval, with two digits of the latter."""
+        digits = max(0, 1 - math.floor(math.log10(self.half))) if self.half else 5
+        return f"{self.mean:+.{digits}f} ± {self.half:.{digits}f}"
 
 
 def compare(runs: list[Run]) -> list[Comparison]:
@@ -104,7 +105,6 @@ def compare(runs: list[Run]) -> list[Comparison]:
                 statistics.fmean(mine[seed]["accuracy"] for seed in seeds),
                 statistics.stdev(run["loss"] for run in exact.values()),
                 tuple(mine[seed]["loss"] - exact[seed]["loss"] for seed in seeds),
-                statistics.fmean(mine[seed]["seconds"] for seed in seeds),
             )
         )
     return found
@@ -166,17 +166,6 @@ def of_int8(found: list[Comparison]) -> str:
     return words + (f", but not in {', '.join(unsure)}." if unsure else ".")
 
 
-def signed(x: float) -> str:
-    """Return two digits that count."""
-    digits = max(0, 1 - math.floor(math.log10(abs(x)))) if x else 0
-    return f"{x:+.{digits}f}"
-
-
-def interval(one: Comparison) -> str:
-    digits = max(0, 1 - math.floor(math.log10(one.half))) if one.half else 5
-    return f"{one.mean:+.{digits}f} ± {one.half:.{digits}f}"
-
-
 def table(found: list[Comparison]) -> list[list[str]]:
     """Return rows: a way, and for each task the mean difference with its interval."""
     tasks = tasks_of(found)
@@ -188,7 +177,7 @@ def table(found: list[Comparison]) -> list[list[str]]:
             continue
         fewer = min(one.seeds for one in ones if one)
         label = WAYS[way].about + (f" ({fewer} seeds)" if fewer < most else "")
-        rows.append([label, *(interval(one) if one else "" for one in ones)])
+        rows.append([label, *(one.words if one else "" for one in ones)])
     bounds = [of(found, task, EXACT) for task in tasks]
     rows.append(["the seeds' standard deviation", *(f"{one.spread:.2g}" if one else "" for one in bounds)])
     return rows

@@ -108,6 +108,10 @@ def mixture(seed: int, folder: Path) -> nn.Module:
     return transformers.MixtralForCausalLM(config).train()
 
 
+#: Of peft.LoraConfig.
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
 def base(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a Llama after 600 steps of its task; trains it at the first call.
     A second process waits for the first."""
@@ -136,8 +140,7 @@ def adapters(seed: int, folder: Path) -> nn.Module:
     model = llama(0, folder)
     model.load_state_dict(base(folder))
     torch.manual_seed(seed)
-    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config).train()
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA)).train()
 
 
 # ---- images
@@ -307,12 +310,20 @@ def validate(model: nn.Module, batches: list[Batch]) -> tuple[float, float]:
     return float(torch.stack(losses).mean()), right / asked
 
 
+def of_text(
+    about: str, build: Any, text: Callable[[], Text], block: str, lr: float, steps: int = 1000, **sizes: int
+) -> Task:
+    """Return a task of the next byte; the sizes are those of next_byte."""
+    seq = {"seq": sizes["seq"]} if "seq" in sizes else {}
+    batch = functools.partial(next_byte, text, **sizes)
+    return Task(about, build, batch, functools.partial(held_out_text, text, **seq), block, lr, steps)
+
+
 TASKS = {
-    "llama": Task(
+    "llama": of_text(
         "Llama, 3 x 64, bytes of Python's sources",
         llama,
-        functools.partial(next_byte, sources),
-        functools.partial(held_out_text, sources),
+        sources,
         "LlamaDecoderLayer",
         5e-4,
     ),
@@ -333,30 +344,29 @@ TASKS = {
         5e-5,
         products=False,
     ),
-    "lora": Task(
+    "lora": of_text(
         "LoRA of rank 8 of that Llama, texts of Python's help()",
         adapters,
-        functools.partial(next_byte, help_texts),
-        functools.partial(held_out_text, help_texts),
+        help_texts,
         "LlamaDecoderLayer",
         1e-3,
     ),
-    "moe": Task(
+    "moe": of_text(
         "Mixtral, 2 x 64, 2 of 4 experts, bytes of Python's sources",
         mixture,
-        functools.partial(next_byte, sources),
-        functools.partial(held_out_text, sources),
+        sources,
         "MixtralDecoderLayer",
         2.5e-4,
     ),
-    "llama-5m": Task(
+    "llama-5m": of_text(
         "Llama, 6 x 256, 3,000 steps, bytes of Python's sources",
         functools.partial(llama, layers=6, hidden=256, seq=256),
-        functools.partial(next_byte, sources, batch=32, seq=256),
-        functools.partial(held_out_text, sources, seq=256),
+        sources,
         "LlamaDecoderLayer",
         1e-3,
         steps=3000,
+        batch=32,
+        seq=256,
     ),
 }
 #: Those that a core trains in at most a minute.

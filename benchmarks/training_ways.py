@@ -125,7 +125,6 @@ class Session:
         self.generator = torch.Generator().manual_seed(seed)
         self.cut = Cut(model, task.block) if name == CUT else None
         self.errors: list[float] = []  # of the bad codec, in each step
-        self.handle: Any = None
         gradckpt.stats.reset()
         gradckpt.config.set_rounding_state((0, 0))  # else the noise is that of the runs before
         settings = (WAYS | EQUAL)[name].settings
@@ -133,7 +132,7 @@ class Session:
             block = next(type(m) for m in model.modules() if type(m).__name__ == task.block)
             if isinstance(settings.get("compress"), dict):
                 settings = {**settings, "compress": {**settings["compress"], "seed": seed}}
-            self.handle = gradckpt.enable(model, modules=block, **settings)
+            gradckpt.enable(model, modules=block, **settings)
 
     def change_gradients(self, batch: Batch) -> None:
         """Apply the control, if this is one."""

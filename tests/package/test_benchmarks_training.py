@@ -178,7 +178,7 @@ def test_the_bad_codec_has_the_error_that_it_claims(task, tmp_path):
 
 
 def compared(way, *differences, task="llama"):
-    return Comparison(task, way, len(differences), 1.0, 0.5, 0.01, differences, 1.0)
+    return Comparison(task, way, len(differences), 1.0, 0.5, 0.01, differences)
 
 
 def test_the_interval_is_students():
