@@ -50,8 +50,8 @@ typedef struct {
     const int64_t *strides;
     const int64_t *steps;        /* the strides, also where `strides` is NULL; codecs do not read them */
     gck_dtype      dtype;
-    int            device;       /* -1: host memory; else the CUDA device index   */
-    void          *stream;       /* cudaStream_t of that device; NULL on the host */
+    int            device;       /* -1: host memory; else gck_device_number()     */
+    void          *stream;       /* of that device (CUDA: cudaStream_t); NULL on the host */
     int64_t        room;         /* bytes of its payload, of a codec whose size depends on the values; 0: the most */
 } gck_tensor;
 
@@ -229,6 +229,38 @@ const char *gck_isa_name(void);
 int gck_isa_force(const char *name);
 /* 1 when the CPU supports it, else 0; -1: unknown name. */
 int gck_isa_supported(const char *name);
+
+/* A kind of device: what codecs and engine need of it.  Launch, stream and memory of devices go through this
+ * table alone.  CUDA is the first kind, and tests add one of their own (tests/device). */
+typedef struct {
+    const char *name;            /* torch's name of the device type, e.g. "cuda"; for ever        */
+    int         dlpack;          /* its number in DLPack (dlpack.h, DLDeviceType)                 */
+    /* GCK_OK when its codecs can run; as gck_cuda_check(). */
+    int       (*check)(int *driver, int *runtime);
+    /* torch's current stream of a device.  0; not 0: it cannot be told.  NULL: torch's DLPack table tells it. */
+    int       (*stream)(int index, void **stream);
+    /* Is work on this stream being captured in a graph?  GCK_OK and *captured. */
+    int       (*is_captured)(int index, void *stream, int *captured);
+    /* n tensors of one device and stream, none of them empty: as the codec's own.  Their `device` is an index. */
+    int       (*encode)(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n);
+    int       (*decode)(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n);
+    /* Memory for n words that the host and all devices of the kind can write; never freed.  NULL: none. */
+    uint32_t *(*words)(int index, int n);
+    /* A sentence about a status > 0, borrowed; NULL: none is known. */
+    const char *(*error)(int status);
+} gck_device_kind;
+
+/* The number of device `index` of a kind, as gck_tensor.device has it, and back. */
+enum { GCK_KINDS = 2, GCK_DEVICES_OF_KIND = 256 };
+static inline int gck_device_number(int kind, int index) { return kind * GCK_DEVICES_OF_KIND + index; }
+static inline int gck_device_kind_of(int device) { return device / GCK_DEVICES_OF_KIND; }
+static inline int gck_device_index(int device) { return device % GCK_DEVICES_OF_KIND; }
+
+/* The kind with this number, borrowed; NULL: there is none. */
+const gck_device_kind *gck_device_kind_at(int number);
+
+/* Add a kind, borrowed for ever.  Its number; GCK_E_RANGE: there is no room. */
+int gck_device_add(const gck_device_kind *kind);
 
 /* Built-in CUDA architectures: "" when built without nvcc, else e.g. "75;80;90;120+PTX". */
 const char *gck_cuda_archs(void);
