@@ -241,7 +241,7 @@ typedef struct {
     int       (*stream)(int index, void **stream);
     /* Is work on this stream being captured in a graph?  GCK_OK and *captured. */
     int       (*is_captured)(int index, void *stream, int *captured);
-    /* n tensors of one device and stream, none of them empty: as the codec's own.  Their `device` is an index. */
+    /* n tensors of one device and stream, none of them empty: as the codec's own. */
     int       (*encode)(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n);
     int       (*decode)(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n);
     /* Memory for n words that the host and all devices of the kind can write; never freed.  NULL: none. */

@@ -1,5 +1,6 @@
 /* codec.c: the table of codecs, and the only place that chooses between host and device. */
 #include "codec/format/codecs.h"
+#include "codec/overflow.h"
 #include "gradckpt.h"
 
 #include <stdatomic.h>
@@ -214,6 +215,22 @@ static int decode_here(const gck_codec *codec, gck_bytes from, const gck_tensor 
     return GCK_OK;
 }
 
+/* n tensors of one device and stream. */
+static int encode_there(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
+{
+    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(x->device));
+    const int status = kind != NULL ? gck_overflow_listen(x, how, n) : GCK_E_DEVICE;
+
+    return status == GCK_OK ? kind->encode(codec, x, to, how, n) : status;
+}
+
+static int decode_there(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n)
+{
+    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(out->device));
+
+    return kind != NULL ? kind->decode(codec, from, out, n) : GCK_E_DEVICE;
+}
+
 /* How many tensors, from the first on, the device can process together. */
 static int neighbours(const gck_tensor *x, int n)
 {
@@ -259,7 +276,7 @@ int gck_encode_many(const gck_codec *codec, const gck_tensor *x, const gck_bytes
             continue;
         }
         count = neighbours(x + i, n - i);
-        status = codec->encode ? codec->encode(x + i, to + i, hows, count) : GCK_E_DEVICE;
+        status = encode_there(codec, x + i, to + i, hows, count);
     }
     return status;
 }
@@ -279,7 +296,7 @@ int gck_decode_many(const gck_codec *codec, const gck_bytes *from, const gck_ten
             continue;
         }
         count = neighbours(out + i, n - i);
-        status = codec->decode ? codec->decode(from + i, out + i, count) : GCK_E_DEVICE;
+        status = decode_there(codec, from + i, out + i, count);
     }
     return status;
 }

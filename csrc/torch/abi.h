@@ -66,6 +66,7 @@ typedef void gck_boxed_kernel(StableIValue *stack, uint64_t nargs, uint64_t nret
     SYMBOL(REQUIRED, int32_t, torch_delete_list, (StableListHandle))                                             \
     SYMBOL(REQUIRED, int32_t, torch_string_c_str, (StringHandle, const char **borrowed))                         \
     SYMBOL(REQUIRED, int32_t, torch_delete_string, (StringHandle))                                               \
+    SYMBOL(OPTIONAL, int32_t, aoti_torch_device_type_privateuse1, (void))                                        \
     /* libtorch_cuda.so; NULL on a CPU build of torch: */                                                        \
     SYMBOL(OPTIONAL, int32_t, aoti_torch_get_current_cuda_stream, (int32_t index, void **borrowed))
 
@@ -102,7 +103,7 @@ typedef struct {
     uint64_t      byte_offset;
 } gck_dl_tensor;
 
-enum { GCK_DL_CPU = 1, GCK_DL_CUDA = 2, GCK_DL_UINT = 1, GCK_DL_FLOAT = 2, GCK_DL_BFLOAT = 4, GCK_DL_BOOL = 6 };
+enum { GCK_DL_CPU = 1, GCK_DL_UINT = 1, GCK_DL_FLOAT = 2, GCK_DL_BFLOAT = 4, GCK_DL_BOOL = 6 };
 
 typedef struct gck_dl_exchange {
     struct { uint32_t major, minor; } version;

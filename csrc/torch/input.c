@@ -4,9 +4,9 @@
 
 #include "torch/calls.h"
 #include "torch/error.h"
-#include "torch/stream.h"
+#include "torch/device.h"
 
-enum { CUDA_STRIDED_DIMS = 8 };
+enum { DEVICE_STRIDED_DIMS = 8 };
     /* strided dimensions that the kernels accept; a tensor with more stays uncompressed */
 
 int gck_version_of(const gck_py *py, PyObject *x, int64_t *version)
@@ -71,7 +71,7 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
     if (view_dtype(dl.dtype, &view->dtype) < 0) {
         return dl.dtype.code == GCK_DL_FLOAT && dl.dtype.bits == 64 ? GCK_SKIP_FLOAT64 : GCK_SKIP_DTYPE;
     }
-    if (dl.device.device_type != GCK_DL_CPU && dl.device.device_type != GCK_DL_CUDA) {
+    if ((view->device = gck_device_of_dlpack(dl.device)) == GCK_NO_DEVICE) {
         return GCK_SKIP_DEVICE;
     }
     view->data = (char *)dl.data + dl.byte_offset;
@@ -83,14 +83,13 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
     }
     view->steps = dl.strides;
     view->strides = dl.strides == NULL || gck_is_contiguous(dl.ndim, dl.shape, dl.strides) ? NULL : dl.strides;
-    view->device = dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1;
     view->stream = NULL;
     view->room = 0;
     if ((dl.data == NULL && view->numel > 0)
-        || view->ndim > (view->device >= 0 && view->strides != NULL ? CUDA_STRIDED_DIMS : GCK_MAX_DIM)) {
+        || view->ndim > (view->device >= 0 && view->strides != NULL ? DEVICE_STRIDED_DIMS : GCK_MAX_DIM)) {
         return GCK_SKIP_LAYOUT;
     }
-    return view->device >= 0 && gck_stream_of_device(py->dlpack, view->device, &view->stream) != 0 ? -1 : GCK_COMPRESS;
+    return view->device >= 0 && gck_device_stream(py->dlpack, view->device, &view->stream) != 0 ? -1 : GCK_COMPRESS;
 }
 
 int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *view)

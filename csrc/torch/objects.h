@@ -146,7 +146,7 @@ typedef struct {
     const gck_dl_exchange *dlpack;  /* borrowed: static in torch                        */
     int has_accelerator;            /* this torch knows a device besides the CPU        */
     int adopt_copies;               /* adopt_tensor leaves the handle to us             */
-    int cuda_checked;               /* 1 after the driver was compared with the runtime */
+    unsigned checked;               /* bit k: the codecs can run on devices of kind k    */
 } gck_py;
 
 /* 0, or -1 with an exception.  Imports torch. */

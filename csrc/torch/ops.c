@@ -19,7 +19,7 @@
 
 #include "gradckpt.h"
 #include "torch/abi.h"
-#include "torch/stream.h"
+#include "torch/device.h"
 
 /* The argument layout of torch 2.11; later versions keep it for us. */
 static const uint64_t build_version = UINT64_C(0x020B000000000000);
@@ -156,8 +156,9 @@ static int describe(job *w, operand *x)
         x->view.ndim = (int)ndim;
         x->view.sizes = sizes;
         x->view.strides = gck_is_contiguous(x->view.ndim, sizes, strides) ? NULL : strides;
-        x->view.device = x->device_type == gck_torch.aoti_torch_device_type_cuda() ? x->device_index : -1;
-        missing = x->view.device >= 0 && gck_stream_of_operator(x->device_index, &x->view.stream);
+        x->view.device = gck_device_of_torch(x->device_type, x->device_index);
+        missing = x->view.device == GCK_NO_DEVICE
+            || (x->view.device >= 0 && gck_device_stream(NULL, x->view.device, &x->view.stream));
     }
     return missing ? refuse(w, "gradckpt: torch does not tell this tensor's shape, device or stream; use a CPU or CUDA "
                                "build of torch")
@@ -401,7 +402,7 @@ static void decode_many_boxed(StableIValue *stack, uint64_t nargs, uint64_t nret
     end(&w);
 }
 
-static int implement(const char *key)
+int gck_ops_implement(const char *key)
 {
     TorchLibraryHandle lib;                      /* never freed: deleting it would unregister */
 
@@ -427,7 +428,7 @@ const char *gck_ops_register(void)
             || gck_torch.aoti_torch_library_def(lib, "decode_many(Tensor[] payloads, str codec,"
                                                      " Tensor(a!)[] out) -> ()")
             ? "to define torch.ops.gradckpt"
-            : implement("CPU") || implement("CUDA") ? "the kernels of torch.ops.gradckpt" : NULL;
+            : gck_ops_implement("CPU") || gck_ops_implement("CUDA") ? "the kernels of torch.ops.gradckpt" : NULL;
     }
     return refused;
 }

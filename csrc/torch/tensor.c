@@ -75,7 +75,9 @@ PyObject *gck_dtype_object(const gck_py *py, gck_dtype dtype)
 
 PyObject *gck_device_object(const gck_py *py, int device)
 {
-    return device < 0 ? Py_NewRef(py->cpu_device) : PyObject_CallFunction(py->device, "si", "cuda", device);
+    return device < 0 ? Py_NewRef(py->cpu_device)
+         : PyObject_CallFunction(py->device, "si", gck_device_kind_at(gck_device_kind_of(device))->name,
+                                 gck_device_index(device));
 }
 
 /* New reference: torch.empty(*args) of this dtype there.  Takes over args, which may be NULL. */
@@ -121,14 +123,14 @@ PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int6
     return empty(py, strides != NULL ? py->empty_strided : py->empty, args, gck_dtype_object(py, dtype), device);
 }
 
-/* Check once, at the first CUDA tensor, that the driver supports the runtime we were built with. */
-static int check_cuda(gck_py *py, const gck_codec *codec)
+/* Check once, at the first tensor of a kind of device, that its driver supports the runtime we were built with. */
+static int check_device(gck_py *py, const gck_codec *codec, int kind)
 {
     int driver, runtime;
-    const int status = gck_cuda_check(&driver, &runtime);
+    const int status = gck_device_kind_at(kind)->check(&driver, &runtime);
 
     if (status == GCK_OK) {
-        py->cuda_checked = 1;
+        py->checked |= 1u << kind;
         return 0;
     }
     if (status == GCK_E_DRIVER) {
@@ -153,7 +155,8 @@ static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gc
     int release = 0;
 
     for (int i = 0; i < n; i++) {
-        if (x[i].device >= 0 && !py->cuda_checked && check_cuda(py, codec) < 0) {
+        const int kind = x[i].device >= 0 ? gck_device_kind_of(x[i].device) : -1;
+        if (kind >= 0 && !(py->checked & 1u << kind) && check_device(py, codec, kind) < 0) {
             return -1;
         }
         release |= x[i].device >= 0;

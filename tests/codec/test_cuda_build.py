@@ -29,7 +29,7 @@ KERNELS = {
     "cast": 8,
     "lossless": 12,
     "mask": 4,
-    "overflow": 0,
+    "cuda_device": 0,
     "driver": 0,
 }
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for.*?(?=Compiling entry|\Z)", re.DOTALL)
@@ -179,7 +179,7 @@ def test_links_without_a_cxx_runtime(built, tmp_path):
     library = tmp_path / "probe.so"
     objects = [built[name][0] for name in SOURCES]
     subprocess.run([gcc, "-shared", "-fPIC", "-Wl,--no-undefined", "-DGCK_WITH_CUDA=1", f"-I{CSRC}",
-                    tmp_path / "probe.c", source("overflow.c"),
+                    tmp_path / "probe.c", source("overflow.c"), source("devices.c"),
                     *objects, cudart, "-lpthread", "-ldl", "-lrt", "-o", library], check=True)  # fmt: skip
     dynamic = subprocess.run([readelf, "-d", library], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)

@@ -229,12 +229,13 @@ class DeviceKernels:
         gxx = shutil.which("g++")
         if gxx is None:
             pytest.skip("g++ not found: the CUDA emulation is C++")
-        names = ["cast", "mask", "lossless", "overflow", "raw", "sparse", "sparse_int8"]
+        names = ["cast", "mask", "lossless", "cuda_device", "driver", "raw", "sparse", "sparse_int8"]
         flags = [*CXX_FLAGS, f"-DEMULATED_ARCH={arch}"]
         commands = [[gxx, *flags, "-c", source(f"{n}.cu"), "-o", folder / f"{n}.cu.o"] for n in names]
-        c = [gxx.replace("g++", "gcc"), *C_FLAGS, "-DGCK_WITH_CUDA=1", f"-I{CSRC}", "-c", source("overflow.c"), "-o"]
-        compile_all([*commands, [*c, folder / "overflow.c.o"]])
-        objects = [*(folder / f"{n}.cu.o" for n in names), folder / "overflow.c.o"]
+        c = [gxx.replace("g++", "gcc"), *C_FLAGS, "-DGCK_WITH_CUDA=1", f"-I{CSRC}", "-c"]
+        plain = ["overflow", "devices"]
+        compile_all([*commands, *([*c, source(f"{n}.c"), "-o", folder / f"{n}.c.o"] for n in plain)])
+        objects = [*(folder / f"{n}.cu.o" for n in names), *(folder / f"{n}.c.o" for n in plain)]
         subprocess.run([gxx, "-shared", "-o", folder / "device.so", *objects, "-lm", "-lpthread"], check=True)
 
     def __init__(self, folder):
@@ -249,6 +250,7 @@ class DeviceKernels:
     def encode(self, codec, x, payload, overflow=None):
         payloads = (Bytes * 1)(Bytes(payload.ctypes.data, None))
         how = ctypes.byref(How(None, overflow)) if overflow else None
+        self.library.gck_overflow_listen(ctypes.byref(x), how, 1)
         return getattr(self.library, f"gck_{codec}_encode_cuda")(ctypes.byref(x), payloads, how, 1)
 
     def decode(self, codec, payload, out):

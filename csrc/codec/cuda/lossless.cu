@@ -379,7 +379,7 @@ static int encode_as(const gck_tensor *t, void *payload, const gck_how *how)
 {
     const cudaStream_t stream = (cudaStream_t)t->stream;
     listener to;
-    const int status = listen(how, stream, &to);
+    const int status = listen(how, &to);
 
     return status != GCK_OK ? status : with_view<T>(t, [=](const auto &x) {
         launch_encode<DTYPE>(x, gck_parts_of(payload, t->numel, DTYPE, 0), to, stream);

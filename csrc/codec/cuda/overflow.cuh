@@ -7,7 +7,7 @@
 #define GRADCKPT_OVERFLOW_CUH
 
 #include "codec/cuda/launch.cuh"
-#include "codec/cuda/overflow.h"
+#include "codec/overflow.h"
 
 /* One of each per .cu file that includes this, and device. */
 static __device__ uint32_t finished[GCK_OVERFLOW_FLAGS], refusals[GCK_OVERFLOW_FLAGS];
@@ -39,24 +39,11 @@ GCK_LANE_FN void report(const listener &to, bool refused, uint32_t part = 0)
     }
 }
 
-/* A graph may be launched again at any time: then its words are its own for ever. */
-static inline int listen(const gck_how *how, cudaStream_t stream, listener *to)
+static inline int listen(const gck_how *how, listener *to)
 {
-    cudaStreamCaptureStatus capture;
-
     to->word = how != NULL ? how->overflow : NULL;
     to->slot = to->word != NULL ? gck_overflow_slot(to->word) : 0;
-    if (to->word == NULL) {
-        return GCK_OK;
-    }
-    if (to->slot < 0) {
-        return GCK_E_DEVICE;                       /* a word of the host */
-    }
-    const int status = (int)cudaStreamIsCapturing(stream, &capture);
-    if (status == GCK_OK && capture != cudaStreamCaptureStatusNone) {
-        gck_overflow_retire(to->word);
-    }
-    return status;
+    return to->word == NULL || to->slot >= 0 ? GCK_OK : GCK_E_DEVICE;       /* a word of the host */
 }
 
 #endif

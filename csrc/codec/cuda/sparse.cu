@@ -88,7 +88,7 @@ static int encode_as(const gck_tensor *t, void *payload, const gck_how *how)
     const cudaStream_t stream = (cudaStream_t)t->stream;
     nonzeros_parts parts;
     listener to;
-    const int whole = parts_of(t, payload, &parts), status = whole < 0 ? whole : listen(how, stream, &to);
+    const int whole = parts_of(t, payload, &parts), status = whole < 0 ? whole : listen(how, &to);
 
     if (status != GCK_OK) {
         return status;

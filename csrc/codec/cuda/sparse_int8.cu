@@ -137,7 +137,7 @@ static int encode_as(const gck_tensor *t, void *payload, const gck_how *how)
     const cudaStream_t stream = (cudaStream_t)t->stream;
     nonzeros_parts parts;
     listener to;
-    const int range = packed_parts_of(t, payload, &parts), status = range != GCK_OK ? range : listen(how, stream, &to);
+    const int range = packed_parts_of(t, payload, &parts), status = range != GCK_OK ? range : listen(how, &to);
 
     return status != GCK_OK ? status : with_view<T>(t, [=](const auto &x) {
         launch_encode<T>(x, t->dtype, parts, to, stream);

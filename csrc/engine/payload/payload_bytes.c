@@ -2,6 +2,7 @@
 #include "engine/payload/payload_bytes.h"
 
 #include "torch/abi.h"
+#include "torch/device.h"
 #include "torch/input.h"
 #include "torch/tensor.h"
 
@@ -35,7 +36,7 @@ static int view_array(gck_payload *self, PyObject *array, int64_t nbytes, void *
     }
     if (!shown || dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != nbytes
         || (dl.strides != NULL && nbytes > 1 && dl.strides[0] != 1)
-        || (dl.device.device_type == GCK_DL_CUDA ? dl.device.device_id : -1) != self->device) {
+        || gck_device_of_dlpack(dl.device) != self->device) {
         device = gck_device_object(&self->state->py, self->device);
         PyErr_Format(PyExc_RuntimeError, "gradckpt: an outer saved-tensor hook returned another tensor (%R) for a "
                      "payload of %lld uint8 bytes on %S; return what was packed",

@@ -13,11 +13,9 @@ enum { GCK_OVERFLOW_FLAGS = 4096 };
 /* The number of a word among those of the devices; no two launches share one at a time. */
 int gck_overflow_slot(const uint32_t *word);
 
-/* Never reuse this word: the work that writes it may run again and again (a CUDA graph). */
-void gck_overflow_retire(const uint32_t *word);
-
-/* GCK_OVERFLOW_FLAGS words that every device can write, or NULL. They are never freed. */
-uint32_t *gck_overflow_flags_cuda(int device);
+/* Before the work that writes these words is queued on x->stream of a device: those of work that is captured in a
+ * graph are never used again, since it may run again and again.  GCK_OK or what asking the device said. */
+int gck_overflow_listen(const gck_tensor *x, const gck_how *how, int n);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,18 @@
+/* cuda_device.h: what CUDA does for the table of kinds of devices (codec/devices.c). */
+#ifndef GRADCKPT_CUDA_DEVICE_H
+#define GRADCKPT_CUDA_DEVICE_H
+
+#include "gradckpt.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Members of gck_device_kind. */
+int       gck_is_captured_cuda(int index, void *stream, int *captured);
+uint32_t *gck_words_cuda(int index, int n);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,65 @@
+/* devices.c: the kinds of devices, a fact about the process, and CUDA's entry. */
+#include "gradckpt.h"
+
+#include <pthread.h>
+
+#ifdef GCK_WITH_CUDA
+#include "codec/cuda/cuda_device.h"
+
+static int encode_cuda(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
+{
+    return codec->encode != NULL ? codec->encode(x, to, how, n) : GCK_E_DEVICE;
+}
+
+static int decode_cuda(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n)
+{
+    return codec->decode != NULL ? codec->decode(from, out, n) : GCK_E_DEVICE;
+}
+
+#else
+
+static int encode_cuda(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
+{
+    (void)codec, (void)x, (void)to, (void)how, (void)n;
+    return GCK_E_DEVICE;
+}
+
+static int decode_cuda(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n)
+{
+    (void)codec, (void)from, (void)out, (void)n;
+    return GCK_E_DEVICE;
+}
+
+#define gck_is_captured_cuda NULL
+#define gck_words_cuda NULL
+#endif
+
+static const gck_device_kind cuda = {
+    .name = "cuda",
+    .dlpack = 2,                 /* kDLCUDA */
+    .check = gck_cuda_check,
+    .is_captured = gck_is_captured_cuda,
+    .encode = encode_cuda,
+    .decode = decode_cuda,
+    .words = gck_words_cuda,
+};
+
+static const gck_device_kind *kinds[GCK_KINDS] = {&cuda};
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+
+const gck_device_kind *gck_device_kind_at(int number) { return number >= 0 && number < GCK_KINDS ? kinds[number] : NULL; }
+
+int gck_device_add(const gck_device_kind *kind)
+{
+    int number = 1;
+
+    pthread_mutex_lock(&mutex);
+    while (number < GCK_KINDS && kinds[number] != NULL && kinds[number] != kind) {
+        number++;
+    }
+    if (number < GCK_KINDS) {
+        kinds[number] = kind;
+    }
+    pthread_mutex_unlock(&mutex);
+    return number < GCK_KINDS ? number : GCK_E_RANGE;
+}

@@ -1,0 +1,64 @@
+/* device.c: asks torch about devices. */
+#include "torch/device.h"
+
+#include "torch/ops.h"
+
+int gck_device_of_dlpack(gck_dl_device device)
+{
+    const gck_device_kind *kind;
+
+    if (device.device_type == GCK_DL_CPU) {
+        return -1;
+    }
+    for (int k = 0; (kind = gck_device_kind_at(k)) != NULL; k++) {
+        if (kind->dlpack == device.device_type) {
+            return gck_device_number(k, device.device_id);
+        }
+    }
+    return GCK_NO_DEVICE;
+}
+
+int32_t gck_device_type(int device)
+{
+    return device < 0 ? gck_torch.aoti_torch_device_type_cpu()
+         : gck_device_kind_of(device) == 0 ? gck_torch.aoti_torch_device_type_cuda()
+         : gck_torch.aoti_torch_device_type_privateuse1 != NULL ? gck_torch.aoti_torch_device_type_privateuse1() : -1;
+}
+
+int gck_device_of_torch(int32_t type, int32_t index)
+{
+    if (type == gck_device_type(-1)) {
+        return -1;
+    }
+    for (int k = 0; gck_device_kind_at(k) != NULL; k++) {
+        if (type == gck_device_type(gck_device_number(k, 0))) {
+            return gck_device_number(k, index);
+        }
+    }
+    return GCK_NO_DEVICE;
+}
+
+int gck_device_stream(const gck_dl_exchange *dlpack, int device, void **stream)
+{
+    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));
+    const int index = gck_device_index(device);
+
+    return kind->stream != NULL ? kind->stream(index, stream)
+         : dlpack != NULL ? dlpack->current_work_stream(kind->dlpack, index, stream)
+         : gck_torch.aoti_torch_get_current_cuda_stream == NULL
+           || gck_torch.aoti_torch_get_current_cuda_stream(index, stream);
+}
+
+PyObject *gck_add_device(PyObject *module, PyObject *capsule)
+{
+    const gck_device_kind *kind = PyCapsule_GetPointer(capsule, "gck_device_kind");
+
+    (void)module;
+    if (kind == NULL) {
+        return NULL;
+    }
+    if (gck_device_kind_at(1) != kind && (gck_device_add(kind) < 0 || gck_ops_implement("PrivateUse1") != 0)) {
+        return PyErr_Format(PyExc_RuntimeError, "gradckpt: no room for another kind of device");
+    }
+    Py_RETURN_NONE;
+}
