@@ -9,6 +9,12 @@ seed, each run on one core. Within a seed all ways start from the same weights a
 batches in the same order, and every way is compared with ``exact`` of its seed: the differences of
 the last validation loss, their mean and its 95 % interval (Student's t).
 
+Ways: no checkpointing (exact), bf16 autocast, codecs by name, recompute=False (saved),
+policy="save_matmuls:int8" (products), stochastic rounding, and the two controls (noise, cut).
+A run takes up to a minute on one core, and the first one of lora trains its base before. --page
+takes all tasks and ways. --quick: 3 steps of llama and resnet, exact, int8 and the controls, two
+seeds, unless others are given; nothing is kept.
+
 Runs are kept in --folder, and an interrupted program goes on where it stopped; a run itself
 starts anew. Change a source that matters (comments do not), a version or the instruction set of
 the machine, and all runs are made again. --page puts the tables between their marks on that page;
@@ -18,7 +24,8 @@ Checked: the first loss of our ways is that of ``exact`` to the last bit; each w
 compresses in every step, recomputes or does not, and changes something; ``lossless`` and
 ``save_attention:int8`` leave losses, weights and buffers equal to the last bit over 50 steps; every
 task learns. The controls: gradients changed by 1e-6 differ by less than a twentieth of the seeds'
-standard deviation and their interval contains 0; that of a codec with 25 % gradient error does not.
+standard deviation and their interval contains 0 (or their mean is below a hundredth); that of a
+codec with 25 % gradient error does not.
 """
 
 from __future__ import annotations
@@ -156,9 +163,12 @@ def check_controls(found: list[Comparison]) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", default=",".join(training_tasks.SMALL), help="comma-separated (%(default)s)")
-    parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=10, help="runs of each way (%(default)s)")
+    small = ",".join(training_tasks.SMALL)
+    parser.add_argument(
+        "--tasks", help=f"comma-separated ({small}); also {','.join(TASKS.keys() - training_tasks.SMALL)}"
+    )
+    parser.add_argument("--ways", help=f"comma-separated ({','.join(WAYS)})")
+    parser.add_argument("--seeds", type=int, help="runs of each way, at least 2 (10)")
     parser.add_argument("--jobs", type=int, default=None, help="processes, each with one thread (the cores)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "training", help="keeps the runs (%(default)s)")
@@ -168,9 +178,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     machine.add_quick(parser)
     options = parser.parse_args(argv)
     options.steps, options.equal_steps = None, EQUAL_STEPS
-    if options.quick:
-        options.steps, options.equal_steps, options.seeds, options.jobs = 3, 2, 2, 1
-        options.tasks, options.ways = "llama,resnet", f"{EXACT},int8,{NOISE},{CUT}"
+    if options.quick:  # of what was not given
+        options.steps, options.equal_steps, options.jobs = 3, 2, 1
+        options.seeds = 2 if options.seeds is None else options.seeds
+        options.tasks, options.ways = options.tasks or "llama,resnet", options.ways or f"{EXACT},int8,{NOISE},{CUT}"
+    options.seeds = 10 if options.seeds is None else options.seeds
+    options.tasks = ",".join(training_tasks.SMALL) if options.tasks is None else options.tasks
+    options.ways = ",".join(WAYS) if options.ways is None else options.ways
     machine.choose(parser, options, "tasks", TASKS)
     machine.choose(parser, options, "ways", WAYS)
     if EXACT not in options.ways:
@@ -179,6 +193,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--seeds: at least 2, or there is no interval")
     if options.jobs is not None and options.jobs < 1:
         parser.error("--jobs: at least 1")
+    for path in (options.picture, options.json):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{path.parent} is no folder")
     if options.page:
         check_page(parser, options)
     options.jobs = options.jobs or (1 if options.device == "cuda" else len(os.sched_getaffinity(0)))
@@ -221,7 +238,8 @@ def main(argv: list[str] | None = None) -> None:
     except training_tasks.MissingPackageError as missing:
         sys.exit(f"bench_training: {missing}")
     except KeyboardInterrupt:
-        sys.exit("bench_training: interrupted; the same command goes on with what is left")
+        later = "" if options.quick else "; the same command goes on with what is left"
+        sys.exit(f"bench_training: interrupted{later}")
     check_runs(runs, full=not options.quick)
     found = compare(runs)
     machine.print_head("training with compressed activations", facts)

@@ -115,7 +115,7 @@ def choose(
     """Make a list of a comma-separated option; end the program with one sentence on an unknown
     word, or where there is none."""
     known = list(known)
-    chosen = [word for word in getattr(options, name).split(",") if word]
+    chosen = [word.strip() for word in getattr(options, name).split(",") if word.strip()]
     unknown = [word for word in chosen if word not in known]
     if unknown or not (chosen or or_none):
         wrong = f"unknown {unknown[0]!r}" if unknown else "none given"

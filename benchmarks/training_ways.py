@@ -36,11 +36,18 @@ WAYS = {
     "int6": Way("`int6`", {"compress": "int6"}, "int6"),
     "int4": Way("`int4`", {"compress": "int4"}, "int4"),
     "fp8": Way("`fp8`", {"compress": "fp8"}, "fp8_e4m3"),
-    "saved": Way("`int8`, `recompute=False`", {"compress": "int8", "recompute": False}, "int8"),
-    "products": Way('`policy="save_matmuls:int8"`', {"policy": "save_matmuls:int8"}, "int8", needs_products=True),
-    "stochastic": Way("`int8`, `stochastic=True`", {"compress": {"codec": "int8", "stochastic": True}}, "int8"),
-    NOISE: Way("control: gradients changed by 1e-6"),
-    CUT: Way(f"control: a codec with {100 * CUT_ERROR:g} % gradient error"),
+    "saved": Way("`int8`, `recompute=False` (`saved`)", {"compress": "int8", "recompute": False}, "int8"),
+    "products": Way(
+        '`int8`, `policy="save_matmuls:int8"` (`products`)',
+        {"policy": "save_matmuls:int8"},
+        "int8",
+        needs_products=True,
+    ),
+    "stochastic": Way(
+        "`int8`, `stochastic=True`, regions run again", {"compress": {"codec": "int8", "stochastic": True}}, "int8"
+    ),
+    NOISE: Way("control: gradients changed by 1e-6 (`noise`)"),
+    CUT: Way(f"control: a codec with {100 * CUT_ERROR:g} % gradient error (`cut`)"),
 }
 OURS = tuple(name for name, way in WAYS.items() if way.settings)
 #: Those that change nothing, to the last bit.
