@@ -219,6 +219,10 @@ void      gck_overflow_give(uint32_t *overflow);
  * launched, or never. */
 int       gck_overflow_is_captured(const uint32_t *overflow);
 
+/* Before the work that writes these words is queued on x->stream of a device: those of work that is captured in a
+ * graph are never used again, since it may run again and again.  GCK_OK or what asking the device said. */
+int gck_overflow_listen(const gck_tensor *x, const gck_how *how, int n);
+
 /* A sentence without a final full stop; borrowed, valid for ever. */
 const char *gck_status_text(int status);
 

@@ -3,7 +3,6 @@
 #include "torch/abi.h"
 #include "torch/error.h"
 #include "torch/objects.h"
-#include "torch/device.h"
 #include "torch/ops.h"
 #include "torch/paper.h"
 #include "torch/tensor.h"
@@ -274,8 +273,7 @@ static PyMethodDef methods[] = {
      "that is far ahead waits this long for them; 0 ends it."},
     {"settle_overflow", gck_settle_overflow, METH_NOARGS,
      "settle_overflow()\n--\n\nWrite the late overflow flags, for tests."},
-    {"add_device", gck_add_device, METH_O,
-     "add_device(kind, /)\n--\n\nAdd a kind of device, torch's PrivateUse1, from a capsule of its gck_device_kind."},
+    {"add_device", gck_add_device, METH_O, "add_device(kind, /)\n--\n\nAdd a gck_device_kind, of PrivateUse1."},
     {"make_op_policy", gck_make_op_policy, METH_VARARGS,
      "make_op_policy(rows, wanted, /)\n--\n\n"
      "Make an OpPolicy of rows (operator, keep, compress, every, phase, group, form, mixing)."},

@@ -1,6 +1,5 @@
 /* codec.c: the table of codecs, and the only place that chooses between host and device. */
 #include "codec/format/codecs.h"
-#include "codec/overflow.h"
 #include "gradckpt.h"
 
 #include <stdatomic.h>
@@ -326,13 +325,3 @@ const char *gck_status_text(int status)
     default:           return status > 0 ? "CUDA error" : "unknown status";
     }
 }
-
-#ifndef GCK_WITH_CUDA                         /* else driver.cu defines them */
-const char *gck_cuda_archs(void) { return ""; }
-
-int gck_cuda_check(int *driver, int *runtime)
-{
-    *driver = *runtime = 0;
-    return GCK_E_DEVICE;
-}
-#endif

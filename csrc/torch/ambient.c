@@ -4,6 +4,7 @@
 #include "torch/ambient.h"
 
 #include "torch/calls.h"
+#include "torch/device_rng.h"
 #include "torch/error.h"
 #include "torch/rng.h"
 
@@ -18,24 +19,6 @@ static int from_python(PyObject *result, PyObject **out)
     }
     *out = result;
     return 0;
-}
-
-/* New reference: the dtype of autocast on the CPU. */
-static PyObject *cpu_dtype(const gck_py *py)
-{
-    return PyObject_CallFunctionObjArgs(py->autocast_dtype, py->names.cpu, NULL);
-}
-
-/* Dtype and cache flag also count while autocast is off: the region may switch it on. */
-static int capture_autocast(const gck_py *py, gck_ambient *a)
-{
-    const int enabled = gck_ask(py->any_autocast);
-
-    a->cache = enabled < 0 ? -1 : gck_ask(py->cache_enabled);
-    if (a->cache < 0 || (a->cpu_dtype = cpu_dtype(py)) == NULL) {
-        return -1;
-    }
-    return enabled ? from_python(PyObject_CallFunction(py->call.autocast_capture, NULL), &a->autocast) : 0;
 }
 
 /* 1 where torch keeps a flag per thread, and it is set; 0; -1. */
@@ -53,12 +36,11 @@ int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact,
     if (preserve_rng && (a->cpu_rng = gck_rng_stash(&py->rng)) == NULL) {
         goto error;
     }
-    if (py->has_accelerator
-        && from_python(PyObject_CallFunction(py->call.device_rng_capture, "OOii", args, kwargs ? kwargs : Py_None,
-                                         preserve_rng, exact), &a->device_rng) < 0) {
+    if (gck_device_rng_capture(py, args, kwargs, preserve_rng, exact, &a->device_rng) < 0) {
         goto error;
     }
-    truth = (a->fx = fx_tracing(py)) < 0 || capture_autocast(py, a) < 0 ? -1 : gck_ask(py->function_stack_len);
+    truth = (a->fx = fx_tracing(py)) < 0 || gck_autocast_capture(py, &a->autocast) < 0
+          ? -1 : gck_ask(py->function_stack_len);
     if (truth < 0
         || (truth && from_python(PyObject_CallFunction(py->call.device_context, NULL), &a->device) < 0)) {
         goto error;
@@ -76,27 +58,7 @@ static int enter_rng(gck_py *py, const gck_ambient *a, gck_surroundings *s)
         && ((s->cpu_rng = gck_rng_stash(&py->rng)) == NULL || gck_rng_put(&py->rng, a->cpu_rng) < 0)) {
         return -1;
     }
-    return a->device_rng == NULL
-        ? 0 : from_python(PyObject_CallFunction(py->call.device_rng_swap, "O", a->device_rng), &s->device_rng);
-}
-
-/* 1 when autocast differs from what it was in the forward; 0; -1. */
-static int autocast_differs(const gck_py *py, const gck_ambient *a)
-{
-    const int enabled = a->autocast != NULL ? 1 : gck_ask(py->any_autocast);
-    const int cache = enabled ? enabled : gck_ask(py->cache_enabled);
-    PyObject *dtype;
-    int differs;
-
-    if (enabled != 0 || cache < 0) {
-        return enabled != 0 ? enabled : -1;
-    }
-    if ((dtype = cpu_dtype(py)) == NULL) {
-        return -1;
-    }
-    differs = cache != a->cache || dtype != a->cpu_dtype;
-    Py_DECREF(dtype);
-    return differs;
+    return a->device_rng == NULL ? 0 : gck_device_rng_swap(py, a->device_rng, &s->device_rng);
 }
 
 /* Call every (builtin, args) of the list, also after one failed.  0, or -1 with the first error. */
@@ -140,25 +102,37 @@ static int enter_fx(const gck_py *py, const gck_ambient *a, gck_surroundings *s)
     return set_fx_tracing(py, a->fx);
 }
 
+/* Plan how the default device is set, and set the modes.  0 or -1. */
+static int enter_device(const gck_py *py, const gck_ambient *a, int with_device, PyObject *enter, PyObject *leave,
+                        gck_surroundings *s)
+{
+    PyObject *plan = PyObject_CallFunction(py->call.device_plan, "OiOO", a->device, with_device, enter, leave);
+    PyObject *inside, *around;
+    int status = -1;
+
+    if (plan != NULL && PyArg_ParseTuple(plan, "OO", &inside, &around)) {
+        s->modes = Py_NewRef(around);
+        status = inside != Py_None ? set_modes(py, inside) : 0;
+    }
+    Py_XDECREF(plan);
+    return status;
+}
+
 /* Set autocast and default device as in the forward. */
 static int enter_contexts(const gck_py *py, const gck_ambient *a, int autocast, int with_device, gck_surroundings *s)
 {
-    PyObject *plan = PyObject_CallFunction(py->call.contexts_plan, "iOOiOi", autocast,
-                                         a->autocast ? a->autocast : Py_None, a->cpu_dtype, a->cache,
-                                         a->device ? a->device : Py_None, with_device);
-    PyObject *enter, *leave, *inside, *around;
-    int status = -1;
+    PyObject *enter = PyList_New(0), *leave = enter != NULL ? PyList_New(0) : NULL;
+    int status = leave == NULL || (autocast && gck_autocast_plan(py, &a->autocast, enter, leave) < 0) ? -1 : 0;
 
-    if (plan != NULL
-        && PyArg_ParseTuple(plan, "O!O!OO", &PyList_Type, &enter, &PyList_Type, &leave, &inside, &around)) {
+    if (status == 0) {
         s->leave = Py_NewRef(leave);
-        s->modes = around != Py_None ? Py_NewRef(around) : NULL;
-        status = inside != Py_None ? set_modes(py, inside) : 0;
-        if (status == 0) {
-            status = run_calls(enter);
-        }
+        status = a->device != NULL ? enter_device(py, a, with_device, enter, leave, s) : 0;
     }
-    Py_XDECREF(plan);
+    if (status == 0) {
+        status = run_calls(enter);
+    }
+    Py_XDECREF(enter);
+    Py_XDECREF(leave);
     return status;
 }
 
@@ -167,7 +141,7 @@ int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_sur
     int autocast;
 
     *s = (gck_surroundings){NULL, NULL, NULL, NULL, -1};
-    if (enter_rng(py, a, s) < 0 || (autocast = autocast_differs(py, a)) < 0
+    if (enter_rng(py, a, s) < 0 || (autocast = gck_autocast_differs(py, &a->autocast)) < 0
         || ((autocast || a->device != NULL) && enter_contexts(py, a, autocast, with_device, s) < 0)
         || enter_fx(py, a, s) < 0) {
         gck_ambient_leave(py, s);
@@ -193,7 +167,9 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s)
         gck_error_keep(&error);
     }
     if (s->device_rng != NULL) {
-        Py_XDECREF(PyObject_CallFunction(py->call.device_rng_swap, "O", s->device_rng));
+        PyObject *inside = NULL;
+        gck_device_rng_swap(py, s->device_rng, &inside);
+        Py_XDECREF(inside);
         gck_error_keep(&error);
     }
     if (s->cpu_rng != NULL) {
@@ -210,8 +186,7 @@ int gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg)
 {
     Py_VISIT(a->cpu_rng);
     Py_VISIT(a->device_rng);
-    Py_VISIT(a->autocast);
-    Py_VISIT(a->cpu_dtype);
+    Py_VISIT(a->autocast.types);
     Py_VISIT(a->device);
     return 0;
 }
@@ -220,7 +195,6 @@ void gck_ambient_clear(gck_ambient *a)
 {
     Py_CLEAR(a->cpu_rng);
     Py_CLEAR(a->device_rng);
-    Py_CLEAR(a->autocast);
-    Py_CLEAR(a->cpu_dtype);
+    gck_autocast_clear(&a->autocast);
     Py_CLEAR(a->device);
 }

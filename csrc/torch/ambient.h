@@ -3,15 +3,14 @@
 #ifndef GRADCKPT_AMBIENT_H
 #define GRADCKPT_AMBIENT_H
 
+#include "torch/autocast.h"
 #include "torch/objects.h"
 
 /* Captured at forward time.  Everything owned; NULL means "nothing to do". */
 typedef struct {
     PyObject *cpu_rng;      /* state of the CPU generator: a copy, not a handle       */
-    PyObject *device_rng;   /* [(device type, index, state), ...]                     */
-    PyObject *autocast;     /* snapshot made in Python; NULL: disabled everywhere     */
-    PyObject *cpu_dtype;    /* of autocast on the CPU, also while it is disabled      */
-    int       cache;        /* autocast's cache flag, also while it is disabled       */
+    PyObject *device_rng;   /* see device_rng.h                                       */
+    gck_autocast autocast;
     PyObject *device;       /* innermost torch.device context                         */
     int       fx;           /* torch.fx traced symbolically; 0 where torch has no flag */
 } gck_ambient;

@@ -1,8 +1,6 @@
 /* device.c: asks torch about devices. */
 #include "torch/device.h"
 
-#include "torch/ops.h"
-
 int gck_device_of_dlpack(gck_dl_device device)
 {
     const gck_device_kind *kind;
@@ -47,18 +45,4 @@ int gck_device_stream(const gck_dl_exchange *dlpack, int device, void **stream)
          : dlpack != NULL ? dlpack->current_work_stream(kind->dlpack, index, stream)
          : gck_torch.aoti_torch_get_current_cuda_stream == NULL
            || gck_torch.aoti_torch_get_current_cuda_stream(index, stream);
-}
-
-PyObject *gck_add_device(PyObject *module, PyObject *capsule)
-{
-    const gck_device_kind *kind = PyCapsule_GetPointer(capsule, "gck_device_kind");
-
-    (void)module;
-    if (kind == NULL) {
-        return NULL;
-    }
-    if (gck_device_kind_at(1) != kind && (gck_device_add(kind) < 0 || gck_ops_implement("PrivateUse1") != 0)) {
-        return PyErr_Format(PyExc_RuntimeError, "gradckpt: no room for another kind of device");
-    }
-    Py_RETURN_NONE;
 }

@@ -2,15 +2,13 @@
 #ifndef GRADCKPT_DEVICE_H
 #define GRADCKPT_DEVICE_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "gradckpt.h"
 #include "torch/abi.h"
 
 enum { GCK_NO_DEVICE = -2 };     /* neither the host nor a device of a known kind */
 
-/* The number of a device, -1 for the host, or GCK_NO_DEVICE, from DLPack's numbers; from those of torch's C interface. */
+/* The number of a device, -1 for the host, or GCK_NO_DEVICE: from DLPack's numbers; from those of torch's C
+ * interface. */
 int gck_device_of_dlpack(gck_dl_device device);
 int gck_device_of_torch(int32_t type, int32_t index);
 
@@ -20,8 +18,5 @@ int32_t gck_device_type(int device);
 /* torch's current stream of a device, on which the codec work of its tensors is queued.  0; not 0: torch does not
  * tell, and with `dlpack` (else NULL: there is no GIL) an exception is set. */
 int gck_device_stream(const gck_dl_exchange *dlpack, int device, void **stream);
-
-/* Python's add_device(): a kind of device that is torch's PrivateUse1, by a capsule "gck_device_kind".  None. */
-PyObject *gck_add_device(PyObject *module, PyObject *capsule);
 
 #endif

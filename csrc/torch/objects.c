@@ -32,7 +32,7 @@ static int load_dlpack(gck_py *py)
 /* On failure the caller clears what was loaded. */
 int gck_py_load(gck_py *py)
 {
-    PyObject *has_accelerator, *adopt_copies;
+    PyObject *adopt_copies;
 
 #define CALLBACK(name) py->call.name = Py_NewRef(Py_None);   /* until bind() */
     GCK_PY_CALLBACKS(CALLBACK)
@@ -49,11 +49,9 @@ int gck_py_load(gck_py *py)
     }
     GCK_PY_NAMES(NAME)
 #undef NAME
-    has_accelerator = import_attribute("gradckpt._engine.torch_objects", "has_accelerator");
-    py->has_accelerator = gck_is_true(has_accelerator);
-    adopt_copies = has_accelerator != NULL ? import_attribute("gradckpt._engine.torch_objects", "adopt_copies") : NULL;
+    adopt_copies = import_attribute("gradckpt._engine.torch_objects", "adopt_copies");
     py->adopt_copies = gck_is_true(adopt_copies);
-    return py->has_accelerator < 0 || py->adopt_copies < 0 || load_dlpack(py) < 0 ? -1 : gck_rng_load(&py->rng);
+    return py->adopt_copies < 0 || load_dlpack(py) < 0 ? -1 : gck_rng_load(&py->rng);
 }
 
 static int bind_one(PyObject **callback, PyObject *table, const char *name)

@@ -17,6 +17,13 @@
     OBJECT(backward, "torch.autograd", "backward")                                                 \
     OBJECT(cache_enabled, "torch", "is_autocast_cache_enabled")                                    \
     OBJECT(autocast_dtype, "torch", "get_autocast_dtype")                                          \
+    OBJECT(autocast_enabled, "torch", "is_autocast_enabled")                                       \
+    OBJECT(autocast_increment, "torch", "autocast_increment_nesting")                              \
+    OBJECT(autocast_decrement, "torch", "autocast_decrement_nesting")                              \
+    OBJECT(set_autocast_cache, "torch", "set_autocast_cache_enabled")                              \
+    OBJECT(set_autocast_enabled, "torch", "set_autocast_enabled")                                  \
+    OBJECT(set_autocast_dtype, "torch", "set_autocast_dtype")                                      \
+    OBJECT(clear_autocast_cache, "torch", "clear_autocast_cache")                                  \
     OBJECT(empty, "torch", "empty")                                                                \
     OBJECT(empty_strided, "torch", "empty_strided")                                                \
     OBJECT(strided, "torch", "strided")                                                            \
@@ -52,6 +59,7 @@
     OBJECT(keeps_graph, "gradckpt._engine.torch_private", "keeps_graph")                           \
     OBJECT(graph_exec_group, "gradckpt._engine.torch_private", "graph_exec_group")                 \
     OBJECT(any_autocast, "gradckpt._engine.torch_private", "any_autocast")                         \
+    OBJECT(autocast_types, "gradckpt._engine.torch_private", "autocast_types")                     \
     OBJECT(fx_tracing, "gradckpt._engine.torch_private", "fx_tracing")                             \
     OBJECT(set_fx_tracing, "gradckpt._engine.torch_private", "set_fx_tracing")                     \
     OBJECT(function_stack_len, "gradckpt._engine.torch_private", "function_stack_len")             \
@@ -81,6 +89,7 @@
     OBJECT(error_node, "gradckpt._engine.torch_objects", "error_node")                             \
     OBJECT(saved_tensor_type, "gradckpt._engine.torch_private", "SavedTensor")                     \
     OBJECT(cpu_device, "gradckpt._engine.torch_objects", "cpu_device")                             \
+    OBJECT(accelerator, "gradckpt._engine.torch_objects", "accelerator")                           \
     OBJECT(adopt_tensor, "gradckpt._engine.torch_objects", "adopt_tensor")                         \
     OBJECT(recompute_mark, "gradckpt._engine.torch_objects", "recompute_mark")                     \
     OBJECT(consumed_mark, "gradckpt._engine.torch_objects", "consumed_mark")                       \
@@ -93,27 +102,26 @@
 
 /* Python functions that C calls: gradckpt/_engine/callbacks.py gives each to bind(). */
 #define GCK_PY_CALLBACKS(CALLBACK)                                                                            \
-    CALLBACK(accelerator_initialized) CALLBACK(are_alike) CALLBACK(are_members) CALLBACK(ask)                 \
-    CALLBACK(attention_again) CALLBACK(autocast_capture) CALLBACK(barred) CALLBACK(buffer_roots)              \
-    CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate) CALLBACK(capture)                        \
-    CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves) CALLBACK(check_reentrant)          \
-    CALLBACK(container_state) CALLBACK(contexts) CALLBACK(contexts_plan) CALLBACK(copy_candidates)            \
+    CALLBACK(are_alike) CALLBACK(are_members) CALLBACK(ask) CALLBACK(attention_again) CALLBACK(barred)        \
+    CALLBACK(buffer_roots) CALLBACK(call_negated) CALLBACK(call_within) CALLBACK(candidate)                   \
+    CALLBACK(capture) CALLBACK(check_aliases) CALLBACK(check_buffers) CALLBACK(check_leaves)                  \
+    CALLBACK(check_reentrant) CALLBACK(container_state) CALLBACK(contexts) CALLBACK(copy_candidates)          \
     CALLBACK(debug_contexts) CALLBACK(decorate) CALLBACK(determinism_check) CALLBACK(device_context)          \
-    CALLBACK(device_rng_capture) CALLBACK(device_rng_swap) CALLBACK(discrete_rules) CALLBACK(enter_buffers)   \
-    CALLBACK(fill_from) CALLBACK(find_candidate) CALLBACK(finish_calls) CALLBACK(generator_of)                \
-    CALLBACK(give_container_state) CALLBACK(has_buffer_rule) CALLBACK(is_dual) CALLBACK(may_change_places)    \
-    CALLBACK(metadata) CALLBACK(mixing_of) CALLBACK(nodes_behind) CALLBACK(note_create_graph)                 \
-    CALLBACK(note_keyword) CALLBACK(note_step) CALLBACK(original_of) CALLBACK(parse_plan)                     \
-    CALLBACK(payload_repr) CALLBACK(plain_attributes) CALLBACK(policy_contexts) CALLBACK(raise_ambiguous)     \
-    CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata) CALLBACK(raise_mixing) CALLBACK(raise_modified)      \
-    CALLBACK(raise_more_saved) CALLBACK(raise_origins) CALLBACK(raise_torchs) CALLBACK(recompute_within)      \
-    CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_imported)            \
-    CALLBACK(remat_leave) CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata)             \
-    CALLBACK(saved_samples)                                                                                   \
-    CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(straight_through)    \
-    CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together) CALLBACK(torchs_checkpoint)               \
-    CALLBACK(traced_value) CALLBACK(tracing_mode_active) CALLBACK(warn_mixing) CALLBACK(warn_torchs)          \
-    CALLBACK(warn_unnamed) CALLBACK(with_tensors) CALLBACK(without_modes)
+    CALLBACK(device_plan) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap) CALLBACK(discrete_rules)     \
+    CALLBACK(enter_buffers) CALLBACK(fill_from) CALLBACK(find_candidate) CALLBACK(finish_calls)               \
+    CALLBACK(generator_of) CALLBACK(give_container_state) CALLBACK(has_buffer_rule) CALLBACK(is_dual)         \
+    CALLBACK(may_change_places) CALLBACK(metadata) CALLBACK(mixing_of) CALLBACK(nodes_behind)                 \
+    CALLBACK(note_create_graph) CALLBACK(note_keyword) CALLBACK(note_step) CALLBACK(original_of)              \
+    CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(plain_attributes) CALLBACK(policy_contexts)          \
+    CALLBACK(raise_ambiguous) CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata) CALLBACK(raise_mixing)     \
+    CALLBACK(raise_modified) CALLBACK(raise_more_saved) CALLBACK(raise_origins) CALLBACK(raise_torchs)        \
+    CALLBACK(recompute_within) CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(remat_enter)          \
+    CALLBACK(remat_imported) CALLBACK(remat_leave) CALLBACK(remat_region) CALLBACK(rows_are_alike)            \
+    CALLBACK(same_metadata) CALLBACK(saved_samples) CALLBACK(selective_key) CALLBACK(selective_mode)          \
+    CALLBACK(selective_policy) CALLBACK(straight_through) CALLBACK(tensors_of) CALLBACK(through_modes)        \
+    CALLBACK(together) CALLBACK(torchs_checkpoint) CALLBACK(traced_value) CALLBACK(tracing_mode_active)       \
+    CALLBACK(warn_mixing) CALLBACK(warn_torchs) CALLBACK(warn_unnamed) CALLBACK(with_tensors)                 \
+    CALLBACK(without_modes)
 
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                                                           \
@@ -125,7 +133,7 @@
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
     NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(torch_remat) NAME(output_nr)                  \
     NAME(storage_offset) NAME(_saved_exponent) NAME(_raw_saved_output) NAME(tracing_context) NAME(__dict__)   \
-    NAME(__code__)
+    NAME(__code__) NAME(torch) NAME(_initialized) NAME(default_generators)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;
@@ -144,7 +152,6 @@ typedef struct {
     } names;
     gck_rng rng;                    /* the CPU's generator                              */
     const gck_dl_exchange *dlpack;  /* borrowed: static in torch                        */
-    int has_accelerator;            /* this torch knows a device besides the CPU        */
     int adopt_copies;               /* adopt_tensor leaves the handle to us             */
     unsigned checked;               /* bit k: the codecs can run on devices of kind k    */
 } gck_py;

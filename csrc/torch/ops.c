@@ -402,7 +402,7 @@ static void decode_many_boxed(StableIValue *stack, uint64_t nargs, uint64_t nret
     end(&w);
 }
 
-int gck_ops_implement(const char *key)
+static int implement(const char *key)
 {
     TorchLibraryHandle lib;                      /* never freed: deleting it would unregister */
 
@@ -428,7 +428,21 @@ const char *gck_ops_register(void)
             || gck_torch.aoti_torch_library_def(lib, "decode_many(Tensor[] payloads, str codec,"
                                                      " Tensor(a!)[] out) -> ()")
             ? "to define torch.ops.gradckpt"
-            : gck_ops_implement("CPU") || gck_ops_implement("CUDA") ? "the kernels of torch.ops.gradckpt" : NULL;
+            : implement("CPU") || implement("CUDA") ? "the kernels of torch.ops.gradckpt" : NULL;
     }
     return refused;
+}
+
+PyObject *gck_add_device(PyObject *module, PyObject *capsule)
+{
+    const gck_device_kind *kind = PyCapsule_GetPointer(capsule, "gck_device_kind");
+
+    (void)module;
+    if (kind == NULL) {
+        return NULL;
+    }
+    if (gck_device_kind_at(1) != kind && (gck_device_add(kind) < 0 || implement("PrivateUse1") != 0)) {
+        return PyErr_Format(PyExc_RuntimeError, "gradckpt: no room for another kind of device");
+    }
+    Py_RETURN_NONE;
 }

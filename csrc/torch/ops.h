@@ -2,11 +2,14 @@
 #ifndef GRADCKPT_OPS_H
 #define GRADCKPT_OPS_H
 
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
 /* Register both for CPU and CUDA, once per process.  NULL when good, else what torch rejected,
  * which every later call returns too: borrowed, valid for ever.  Needs gck_torch. */
 const char *gck_ops_register(void);
 
-/* Register them for a dispatch key, e.g. "PrivateUse1".  0; not 0: torch rejected it. */
-int gck_ops_implement(const char *key);
+/* Python's add_device(): a kind of device that is torch's PrivateUse1, by a capsule "gck_device_kind".  None. */
+PyObject *gck_add_device(PyObject *module, PyObject *capsule);
 
 #endif

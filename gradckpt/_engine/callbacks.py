@@ -29,13 +29,11 @@ from gradckpt._engine import selective_callbacks as selective
 from gradckpt._models import activity
 
 TABLE: dict[str, Callable[..., Any]] = {
-    "accelerator_initialized": region.accelerator_initialized,
     "are_alike": selective.are_alike,
     "are_members": region.are_members,
     "may_change_places": selective.may_change_places,
     "ask": selective.ask,
     "attention_again": attention_again.attention_again,
-    "autocast_capture": region.autocast_capture,
     "barred": selective.barred,
     "buffer_roots": buffers.roots_of,
     "call_negated": selective.call_negated,
@@ -48,13 +46,13 @@ TABLE: dict[str, Callable[..., Any]] = {
     "check_reentrant": region.check_reentrant,
     "container_state": argument_state.container_state,
     "contexts": region.contexts,
-    "contexts_plan": region.contexts_plan,
     "copy_candidates": selective.copy_candidates,
     "debug_contexts": region.debug_contexts,
     "discrete_rules": selective.discrete_rules,
     "decorate": decorator.decorate,
     "determinism_check": region.determinism_check,
     "device_context": region.device_context,
+    "device_plan": region.device_plan,
     "device_rng_capture": region.device_rng_capture,
     "device_rng_swap": region.device_rng_swap,
     "enter_buffers": buffers.enter,

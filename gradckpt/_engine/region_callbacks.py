@@ -109,11 +109,6 @@ def _device_module(device_type: str) -> Any:
     return getattr(torch, device_type, None)
 
 
-def accelerator_initialized() -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and bool(getattr(_device_module(accelerator.type), "_initialized", False))
-
-
 def _devices_of(args: Any, kwargs: Any) -> list[tuple[str, int]]:
     """Return each (type, index) of a non-CPU tensor in the arguments, once, in order."""
     devices: dict[tuple[str, int], None] = {}
@@ -156,71 +151,25 @@ def device_rng_swap(states: list[tuple[str, int, torch.Tensor]]) -> list[tuple[s
     return previous
 
 
-def _autocast_types() -> list[str]:
-    return list(private.autocast_types())
-
-
-def autocast_capture() -> list[tuple[str, bool, torch.dtype]]:
-    """Return (device type, enabled, dtype) for the CPU and every device type where autocast is
-    on.
-    """
-    return [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in _autocast_types()
-        if kind == "cpu" or torch.is_autocast_enabled(kind)
-    ]
-
-
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def contexts_plan(
-    autocast: int, snapshot: Any, cpu_dtype: torch.dtype, cache: int, device: Any, with_device: int
-) -> tuple[list[Call], list[Call], Any, Any]:
-    """Return how C enters and leaves autocast and ``torch.device`` as they were in the forward.
+def device_plan(device: Any, with_device: int, enter: list[Call], leave: list[Call]) -> tuple[Any, Any]:
+    """Append how C enters and leaves ``torch.device`` as it was in the forward.
 
     Nothing is changed here. C calls these builtins one after the other, so that an interrupt cannot
     leave a context half entered.
 
     Returns:
-        Calls to enter, calls to leave, and the torch function modes inside and around (None: no
-        change).
+        The torch function modes inside (None: no change) and around.
     """
-    enter: list[Call] = []
-    leave: list[Call] = []
-    if autocast:
-        _plan_autocast(snapshot or [("cpu", False, cpu_dtype)], bool(cache), enter, leave)
-    if device is None:
-        return enter, leave, None, None
     device_module = private.device_module()
     around = private.function_modes()
     leave.append((setattr, (device_module, "CURRENT_DEVICE", device_module.CURRENT_DEVICE)))
     if not with_device:
-        return enter, leave, None, around
+        return None, around
     enter.append((setattr, (device_module, "CURRENT_DEVICE", device.device)))
-    return enter, leave, [device, *(m for m in around if not isinstance(m, private.device_context()))], around
-
-
-def _plan_autocast(
-    snapshot: list[tuple[str, bool, torch.dtype]], cache: bool, enter: list[Call], leave: list[Call]
-) -> None:
-    """Append the calls that ``torch.autocast`` makes for each device type: on as in the forward, or
-    off.
-    """
-    then = {kind: (enabled, dtype) for kind, enabled, dtype in snapshot}
-    around = False
-    enter += [(torch.autocast_increment_nesting, ()), (torch.set_autocast_cache_enabled, (cache,))]
-    leave.append((torch.autocast_decrement_nesting, ()))
-    for kind in _autocast_types():
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        around |= enabled
-        if kind in then or enabled:
-            now = then.get(kind, (False, dtype))
-            enter += [(torch.set_autocast_enabled, (kind, now[0])), (torch.set_autocast_dtype, (kind, now[1]))]
-            leave += [(torch.set_autocast_enabled, (kind, enabled)), (torch.set_autocast_dtype, (kind, dtype))]
-    leave.append((torch.set_autocast_cache_enabled, (torch.is_autocast_cache_enabled(),)))
-    if not around:
-        leave.append((torch.clear_autocast_cache, ()))  # the outermost autocast does the same when it ends
+    return [device, *(m for m in around if not isinstance(m, private.device_context()))], around
 
 
 def device_context() -> Any:

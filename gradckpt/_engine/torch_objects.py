@@ -73,8 +73,9 @@ dlpack = _find_dlpack()
 key, key_inplace = _find_key(), _find_inplace_key()
 default_generator = torch.default_generator
 cpu_device = torch.device("cpu")
-#: This build of torch supports a device besides the CPU (which may not be present).
-has_accelerator = torch.accelerator.current_accelerator() is not None
+_accelerator = torch.accelerator.current_accelerator()
+#: The device type besides the CPU that this build of torch supports (it may not be present), or None.
+accelerator = None if _accelerator is None else _accelerator.type
 cast: Any = torch.ops.aten._to_copy.default
 draws: Any = torch.Tag.nondeterministic_seeded
 #: Operators that return views with version counters of their own: writes into these are not seen.

@@ -4,13 +4,14 @@ import contextlib
 import functools
 import gc
 import inspect
+import types
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
-from call_faults import ACCELERATED
+from call_faults import ACCELERATED, PRETENDED
 from python_callbacks import instead
 from test_checkpoint import BOTH, _nothing_left_behind, hooks_top, leaf, quiet_log, theirs  # noqa: F401
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -181,14 +182,19 @@ def test_mismatch_has_torchs_class_and_text(name, quiet_log):  # noqa: F811
 
 
 @pytest.mark.parametrize("initialized", [(False, True), (False, False), (True, True)])
-def test_a_device_that_wakes_up_in_a_region_is_refused(initialized):
-    states = iter(initialized)
-    with instead(ACCELERATED, accelerator_initialized=lambda: next(states)):
-        if initialized != (False, True):
-            ACCELERATED.checkpoint(torch.sin, leaf(4)).sum().backward()
-            return
-        with pytest.raises(RuntimeError, match="device state was initialized in the forward pass"):
-            ACCELERATED.checkpoint(torch.sin, leaf(4))
+def test_a_device_that_wakes_up_in_a_region_is_refused(initialized, monkeypatch):
+    device = types.SimpleNamespace(_initialized=initialized[0])
+    monkeypatch.setattr(torch, PRETENDED, device, raising=False)
+
+    def wakes(t):
+        device._initialized = initialized[1]
+        return t.sin()
+
+    if initialized != (False, True):
+        ACCELERATED.checkpoint(wakes, leaf(4)).sum().backward()
+        return
+    with pytest.raises(RuntimeError, match="device state was initialized in the forward pass"):
+        ACCELERATED.checkpoint(wakes, leaf(4))
 
 
 def test_determinism_check_of_the_users_own(monkeypatch):
@@ -246,16 +252,16 @@ def test_exceptions_restore_everything(ck, where):
 
 
 def test_failing_restore_of_contexts_is_reported_as_itself():
-    plan = TABLE["contexts_plan"]
-    with torch.autocast("cpu"):
+    plan = TABLE["device_plan"]
+    with torch.autocast("cpu"), torch.device("cpu"):
         y = gradckpt.checkpoint(lambda t: F.dropout(t @ t).sin().exp(), leaf(4, 4))
     state = torch.get_rng_state()
 
-    def failing(*args):
-        enter, leave, *modes = plan(*args)
-        return enter, [(exec, ("raise KeyboardInterrupt",)), *leave], *modes
+    def failing(device, with_device, enter, leave):
+        leave.append((exec, ("raise KeyboardInterrupt",)))
+        return plan(device, with_device, enter, leave)
 
-    with instead(contexts_plan=failing), pytest.raises(KeyboardInterrupt):
+    with instead(device_plan=failing), pytest.raises(KeyboardInterrupt):
         y.sum().backward()
     assert torch.equal(state, torch.get_rng_state())
 

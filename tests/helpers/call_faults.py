@@ -7,6 +7,7 @@ reaches sys.unraisablehook, nothing is left behind, and the program runs as befo
 
 from __future__ import annotations
 
+import abc
 import argparse
 import ctypes
 import functools
@@ -244,8 +245,14 @@ def import_of_the_extension(x: torch.Tensor) -> torch.Tensor:
     return x * len([*module.codecs(), *module.codec_info("mask"), *module.build_info(), *module.stats()])
 
 
-with unittest.mock.patch.object(torch_objects, "has_accelerator", True):
+#: The type of a device that ACCELERATED believes in.
+PRETENDED = "pretended"
+with unittest.mock.patch.object(torch_objects, "accelerator", PRETENDED):
     ACCELERATED = imported_anew()
+
+
+class Abstract(metaclass=abc.ABCMeta):
+    """An argument that only Python looks into."""
 
 
 @case
@@ -253,7 +260,7 @@ def surroundings(x: torch.Tensor) -> torch.Tensor:
     """Of a torch with a device. They are put back by functions in C++,
     which have nothing to fail at."""
 
-    def fn(t: torch.Tensor) -> torch.Tensor:
+    def fn(t: torch.Tensor, other: Abstract) -> torch.Tensor:
         if ACCELERATED.is_recomputing():
             for faults in FAULTS:
                 faults.call_faults_end()
@@ -267,7 +274,7 @@ def surroundings(x: torch.Tensor) -> torch.Tensor:
         torch.device("cpu"),
     ):
         with torch.autocast("cpu", torch.bfloat16):
-            y = ACCELERATED.checkpoint(fn, x, compress=SMALL)
+            y = ACCELERATED.checkpoint(fn, x, Abstract(), compress=SMALL)
         (g,) = torch.autograd.grad(y.sum(), x)
     return x * g
 

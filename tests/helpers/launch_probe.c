@@ -23,7 +23,7 @@ int gck_decode_many(const gck_codec *c, const gck_bytes *payloads, const gck_ten
     return (void)c, (void)payloads, (void)out, (void)n, (void)parallel, look();
 }
 
-#include "codec/devices.c"
+#include "codec/cuda/devices.c"
 
 int gck_cuda_check(int *driver, int *runtime) { return *driver = *runtime = 13000, GCK_OK; }
 const char *gck_status_text(int status) { return status == GCK_OK ? "no error" : "a reason"; }

@@ -3,7 +3,7 @@
  * Called with the GIL; exceptions arrive.  What a device, its driver and its codecs may say is said here without one. */
 #include "torch/calls.c"
 #include "torch/error.c"
-#include "codec/devices.c"
+#include "codec/cuda/devices.c"
 #include "torch/device.c"
 #include "torch/input.c"
 #include "torch/tensor.c"
@@ -42,8 +42,6 @@ static int stream_of(int32_t type, int32_t device, void **stream)
     }
     return -streamless;
 }
-
-int gck_ops_implement(const char *key) { return (void)key, 0; }
 
 int gck_cuda_check(int *of_driver, int *of_runtime)
 {

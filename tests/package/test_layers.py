@@ -14,7 +14,7 @@ ALLOWED = {
     "codec/x86": {"codec/format", "codec/portable"},
     "codec/cuda": {"codec/format"},
     "codec/host": {"codec/format", "codec/portable", "codec/x86", "codec/cuda"},
-    "codec": {"codec/format", "codec/host"},
+    "codec": {"codec/format", "codec/host", "codec/cuda"},
     "planner": set(),
     "torch": set(),
     "engine": {"planner", "torch"},

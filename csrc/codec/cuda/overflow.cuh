@@ -7,7 +7,7 @@
 #define GRADCKPT_OVERFLOW_CUH
 
 #include "codec/cuda/launch.cuh"
-#include "codec/overflow.h"
+#include "codec/cuda/overflow.h"
 
 /* One of each per .cu file that includes this, and device. */
 static __device__ uint32_t finished[GCK_OVERFLOW_FLAGS], refusals[GCK_OVERFLOW_FLAGS];

@@ -4,6 +4,7 @@
 
 #include "torch/abi.h"
 #include "torch/calls.h"
+#include "torch/device_rng.h"
 #include "torch/dynamo.h"
 #include "torch/error.h"
 #include "torch/objects.h"
@@ -129,15 +130,9 @@ static void convert_stop_iteration(const gck_py *py)
     Py_XDECREF(error);
 }
 
-/* Where this torch knows an accelerator: 1 when its state exists already. */
-static int accelerator_initialized(const gck_py *py)
-{
-    return py->has_accelerator ? gck_is_true(PyObject_CallFunction(py->call.accelerator_initialized, NULL)) : 0;
-}
-
 static int check_accelerator(const gck_py *py, int before)
 {
-    const int after = accelerator_initialized(py);
+    const int after = gck_accelerator_initialized(py);
 
     if (after == 1 && before == 0) {
         return gck_raise_torchs(py, "device_began");
@@ -175,7 +170,8 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     frame->early_stop = gck_options_overridden(state, state->py.names._enable_checkpoint_early_stop, o->early_stop, 1);
     if (preserve < 0 || frame->early_stop < 0
         || gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) < 0
-        || sample(frame, &packing.plan) < 0 || (initialized = preserve ? accelerator_initialized(&state->py) : 1) < 0) {
+        || sample(frame, &packing.plan) < 0
+        || (initialized = preserve ? gck_accelerator_initialized(&state->py) : 1) < 0) {
         goto exit;
     }
     result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);

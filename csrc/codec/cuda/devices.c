@@ -32,6 +32,14 @@ static int decode_cuda(const gck_codec *codec, const gck_bytes *from, const gck_
 
 #define gck_is_captured_cuda NULL
 #define gck_words_cuda NULL
+
+const char *gck_cuda_archs(void) { return ""; }
+
+int gck_cuda_check(int *driver, int *runtime)
+{
+    *driver = *runtime = 0;
+    return GCK_E_DEVICE;
+}
 #endif
 
 static const gck_device_kind cuda = {
@@ -47,7 +55,10 @@ static const gck_device_kind cuda = {
 static const gck_device_kind *kinds[GCK_KINDS] = {&cuda};
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
-const gck_device_kind *gck_device_kind_at(int number) { return number >= 0 && number < GCK_KINDS ? kinds[number] : NULL; }
+const gck_device_kind *gck_device_kind_at(int number)
+{
+    return number >= 0 && number < GCK_KINDS ? kinds[number] : NULL;
+}
 
 int gck_device_add(const gck_device_kind *kind)
 {

@@ -3,7 +3,7 @@
  *
  * A word that is given back before it was written stays out of use until it is: the launch that
  * will write it may still wait in its stream. */
-#include "codec/overflow.h"
+#include "codec/cuda/overflow.h"
 
 #include <pthread.h>
 

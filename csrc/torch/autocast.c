@@ -1,0 +1,133 @@
+/* autocast.c: what torch.autocast does for each device type, without its Python code. */
+#include "torch/autocast.h"
+
+#include "torch/calls.h"
+
+/* New reference: the dtype of autocast on the CPU. */
+static PyObject *cpu_dtype(const gck_py *py)
+{
+    return PyObject_CallFunctionObjArgs(py->autocast_dtype, py->names.cpu, NULL);
+}
+
+/* New reference: (type, enabled, dtype) as it is now; *enabled: the second. */
+static PyObject *look(const gck_py *py, PyObject *type, int *enabled)
+{
+    PyObject *dtype;
+
+    *enabled = gck_is_true(PyObject_CallFunctionObjArgs(py->autocast_enabled, type, NULL));
+    dtype = *enabled >= 0 ? PyObject_CallFunctionObjArgs(py->autocast_dtype, type, NULL) : NULL;
+    return dtype == NULL ? NULL : Py_BuildValue("(OON)", type, *enabled ? Py_True : Py_False, dtype);
+}
+
+/* New reference: [(type, enabled, dtype), ...] of all types, or of those where it is on and of the CPU. */
+static PyObject *look_at_all(const gck_py *py, int all)
+{
+    PyObject *types = PyObject_CallNoArgs(py->autocast_types);
+    PyObject *found = types != NULL ? PyList_New(0) : NULL;
+    int enabled;
+
+    for (Py_ssize_t i = 0; found != NULL && i < gck_items(types); i++) {
+        PyObject *type = gck_item(types, i), *one = look(py, type, &enabled);
+        const int cpu = one == NULL || all || enabled ? 1 : PyObject_RichCompareBool(type, py->names.cpu, Py_EQ);
+        if (one == NULL || cpu < 0 || (cpu && PyList_Append(found, one) < 0)) {
+            Py_CLEAR(found);
+        }
+        Py_XDECREF(one);
+    }
+    Py_XDECREF(types);
+    return found;
+}
+
+/* Dtype and cache flag also count while autocast is off: the region may switch it on. */
+int gck_autocast_capture(const gck_py *py, gck_autocast *a)
+{
+    const int enabled = gck_ask(py->any_autocast);
+
+    a->cache = enabled < 0 ? -1 : gck_ask(py->cache_enabled);
+    if (a->cache < 0 || (a->cpu_dtype = cpu_dtype(py)) == NULL) {
+        return -1;
+    }
+    return enabled && (a->types = look_at_all(py, 0)) == NULL ? -1 : 0;
+}
+
+void gck_autocast_clear(gck_autocast *a)
+{
+    Py_CLEAR(a->types);
+    Py_CLEAR(a->cpu_dtype);
+}
+
+int gck_autocast_differs(const gck_py *py, const gck_autocast *a)
+{
+    const int enabled = a->types != NULL ? 1 : gck_ask(py->any_autocast);
+    const int cache = enabled ? enabled : gck_ask(py->cache_enabled);
+    PyObject *dtype;
+    int differs;
+
+    if (enabled != 0 || cache < 0) {
+        return enabled != 0 ? enabled : -1;
+    }
+    if ((dtype = cpu_dtype(py)) == NULL) {
+        return -1;
+    }
+    differs = cache != a->cache || dtype != a->cpu_dtype;
+    Py_DECREF(dtype);
+    return differs;
+}
+
+/* Append the call; args is taken over, NULL: making it raised.  0 or -1. */
+static int plan(PyObject *calls, PyObject *builtin, PyObject *args)
+{
+    return args == NULL ? -1 : gck_append(calls, Py_BuildValue("(ON)", builtin, args));
+}
+
+/* Borrowed: what `types` says of this one, or NULL. */
+static PyObject *of_type(PyObject *types, PyObject *type)
+{
+    for (Py_ssize_t i = 0; types != NULL && i < gck_items(types); i++) {
+        PyObject *one = gck_item(types, i);
+        if (PyObject_RichCompareBool(PyTuple_GetItem(one, 0), type, Py_EQ) == 1) {     /* of strings: never fails */
+            return one;
+        }
+    }
+    return NULL;
+}
+
+/* One device type: on as it was, or off.  0 or -1. */
+static int plan_type(const gck_py *py, PyObject *was, PyObject *now, PyObject *enter, PyObject *leave)
+{
+    PyObject *type = PyTuple_GetItem(now, 0);
+    PyObject *enabled = was != NULL ? PyTuple_GetItem(was, 1) : Py_False;
+    PyObject *dtype = PyTuple_GetItem(was != NULL ? was : now, 2);
+
+    return plan(enter, py->set_autocast_enabled, PyTuple_Pack(2, type, enabled)) < 0
+        || plan(enter, py->set_autocast_dtype, PyTuple_Pack(2, type, dtype)) < 0
+        || plan(leave, py->set_autocast_enabled, PyTuple_Pack(2, type, PyTuple_GetItem(now, 1))) < 0
+        || plan(leave, py->set_autocast_dtype, PyTuple_Pack(2, type, PyTuple_GetItem(now, 2))) < 0 ? -1 : 0;
+}
+
+int gck_autocast_plan(const gck_py *py, const gck_autocast *a, PyObject *enter, PyObject *leave)
+{
+    PyObject *off = a->types == NULL ? Py_BuildValue("[(OOO)]", py->names.cpu, Py_False, a->cpu_dtype) : NULL;
+    PyObject *then = a->types != NULL ? a->types : off, *now = then != NULL ? look_at_all(py, 1) : NULL;
+    const int cache = now != NULL ? gck_ask(py->cache_enabled) : -1;
+    int around = 0;
+    int status = cache < 0 || plan(enter, py->autocast_increment, PyTuple_New(0)) < 0
+              || plan(enter, py->set_autocast_cache, PyTuple_Pack(1, a->cache ? Py_True : Py_False)) < 0
+              || plan(leave, py->autocast_decrement, PyTuple_New(0)) < 0 ? -1 : 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < gck_items(now); i++) {
+        PyObject *one = gck_item(now, i), *was = of_type(then, PyTuple_GetItem(one, 0));
+        const int enabled = PyTuple_GetItem(one, 1) == Py_True;
+        around |= enabled;
+        status = was != NULL || enabled ? plan_type(py, was, one, enter, leave) : 0;
+    }
+    if (status == 0) {
+        status = plan(leave, py->set_autocast_cache, PyTuple_Pack(1, cache ? Py_True : Py_False));
+    }
+    if (status == 0 && !around) {                /* the outermost autocast does the same when it ends */
+        status = plan(leave, py->clear_autocast_cache, PyTuple_New(0));
+    }
+    Py_XDECREF(off);
+    Py_XDECREF(now);
+    return status;
+}

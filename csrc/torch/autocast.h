@@ -1,0 +1,25 @@
+/* autocast.h: autocast as it was in the forward, set by calls of builtins: no Python code runs. */
+#ifndef GRADCKPT_AUTOCAST_H
+#define GRADCKPT_AUTOCAST_H
+
+#include "torch/objects.h"
+
+typedef struct {
+    PyObject *types;        /* [(device type, enabled, dtype), ...] of each type where it was on, and of the CPU;
+                             * NULL: it was off everywhere                            */
+    PyObject *cpu_dtype;    /* on the CPU, also while it is disabled                  */
+    int       cache;        /* the cache flag, also while it is disabled              */
+} gck_autocast;
+
+/* 0, or -1 with an exception; the caller clears *a. */
+int  gck_autocast_capture(const gck_py *py, gck_autocast *a);
+void gck_autocast_clear(gck_autocast *a);
+
+/* 1 when it differs from now; 0; -1. */
+int gck_autocast_differs(const gck_py *py, const gck_autocast *a);
+
+/* Append the calls, as tuples of (builtin, arguments), that set it as it was, and those that set it as it is now.
+ * 0 or -1. */
+int gck_autocast_plan(const gck_py *py, const gck_autocast *a, PyObject *enter, PyObject *leave);
+
+#endif

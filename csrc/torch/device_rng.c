@@ -1,0 +1,226 @@
+/* device_rng.c: asks generators themselves where torch's modules keep them; the rare rest is in Python.
+ *
+ * States are a list: (generator, state) here, (device type, index, state) from Python. */
+#include "torch/device_rng.h"
+
+#include "torch/calls.h"
+#include "torch/device.h"
+#include "torch/input.h"
+
+enum { MOST_DEVICES = 16, MOST_DEPTH = 16 };
+
+typedef struct {
+    int devices[MOST_DEVICES], n;
+} found;
+
+/* Was everything below x seen?  1, and its devices are in *f; 0: Python has to look; -1. */
+static int look(gck_py *py, PyObject *x, int depth, found *f);
+
+static int look_at_tensor(gck_py *py, PyObject *x, found *f)
+{
+    gck_dl_tensor dl;
+    const int shown = gck_read_dlpack(py, x, &dl);
+    const int device = shown > 0 ? gck_device_of_dlpack(dl.device) : GCK_NO_DEVICE;
+
+    if (shown < 0 || device == GCK_NO_DEVICE) {
+        return shown < 0 ? -1 : 0;
+    }
+    for (int i = 0; i < f->n; i++) {
+        if (f->devices[i] == device) {
+            return 1;
+        }
+    }
+    if (device >= 0) {
+        if (f->n == MOST_DEVICES) {
+            return 0;
+        }
+        f->devices[f->n++] = device;
+    }
+    return 1;
+}
+
+static int look_at_items(gck_py *py, PyObject *x, int depth, found *f)
+{
+    int seen = 1;
+
+    for (Py_ssize_t i = 0; seen > 0 && i < gck_items(x); i++) {
+        seen = look(py, gck_item(x, i), depth + 1, f);
+    }
+    return seen;
+}
+
+static int look_at_values(gck_py *py, PyObject *x, int depth, found *f)
+{
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    int seen = 1;
+
+    while (seen > 0 && PyDict_Next(x, &at, &key, &value)) {
+        seen = look(py, value, depth + 1, f);    /* runs no Python */
+    }
+    return seen;
+}
+
+/* 1 when torch's pytrees take x for a leaf; 0: they may look into it; -1. */
+static int is_leaf(const gck_py *py, PyObject *x)
+{
+    PyTypeObject *type = Py_TYPE(x);
+    int known;
+
+    if (Py_TYPE((PyObject *)type) != &PyType_Type || PyType_IsSubtype(type, &PyTuple_Type)
+        || PyType_IsSubtype(type, (PyTypeObject *)py->Tensor)) {
+        return 0;                                /* its class may have a hash of its own */
+    }
+    known = PyDict_Contains(py->supported_nodes, (PyObject *)type);
+    return known < 0 ? -1 : !known;
+}
+
+static int look(gck_py *py, PyObject *x, int depth, found *f)
+{
+    if (gck_is_plain_tensor(py, x)) {
+        return look_at_tensor(py, x, f);
+    }
+    if (depth == MOST_DEPTH) {
+        return 0;
+    }
+    return PyTuple_CheckExact(x) || PyList_CheckExact(x) ? look_at_items(py, x, depth, f)
+         : PyDict_CheckExact(x)                          ? look_at_values(py, x, depth, f)
+         : is_leaf(py, x);
+}
+
+/* Of torch's device types: new reference to the module of one, e.g. torch.cuda; NULL without an exception: none. */
+static PyObject *module_of(const gck_py *py, PyObject *type)
+{
+    PyObject *torch = PyImport_GetModule(py->names.torch);
+    PyObject *module = torch != NULL ? PyObject_GetAttr(torch, type) : NULL;
+
+    Py_XDECREF(torch);
+    if (module == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+    }
+    return module;
+}
+
+static int is_initialized(const gck_py *py, PyObject *module)
+{
+    PyObject *value = PyObject_GetAttr(module, py->names._initialized);
+
+    if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        return 0;
+    }
+    return gck_is_true(value);
+}
+
+int gck_accelerator_initialized(const gck_py *py)
+{
+    PyObject *module = py->accelerator != Py_None ? module_of(py, py->accelerator) : NULL;
+    const int initialized = module != NULL ? is_initialized(py, module) : PyErr_Occurred() ? -1 : 0;
+
+    Py_XDECREF(module);
+    return initialized;
+}
+
+/* New reference: the default generator of a device; NULL without an exception: only Python reaches it. */
+static PyObject *generator_of(const gck_py *py, PyObject *module, int device)
+{
+    PyObject *all = PyObject_GetAttr(module, py->names.default_generators);
+    const int index = gck_device_index(device);
+
+    if (all == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+    }
+    PyObject *one = all != NULL && index < gck_items(all) ? Py_NewRef(gck_item(all, index)) : NULL;
+    Py_XDECREF(all);
+    return one;
+}
+
+/* Append (generator, its state).  0 or -1. */
+static int append_state(const gck_py *py, PyObject *states, PyObject *generator)
+{
+    PyObject *state = PyObject_CallMethodObjArgs(generator, py->rng.get_state, NULL);
+
+    return state == NULL ? -1 : gck_append(states, Py_BuildValue("(ON)", generator, state));
+}
+
+/* The states of these devices: 1; 0: Python has to ask; -1. */
+static int capture(const gck_py *py, const found *f, PyObject **states)
+{
+    int status = 1;
+
+    *states = PyList_New(0);
+    for (int i = 0; *states != NULL && status > 0 && i < f->n; i++) {
+        PyObject *type = PyUnicode_InternFromString(gck_device_kind_at(gck_device_kind_of(f->devices[i]))->name);
+        PyObject *module = type != NULL ? module_of(py, type) : NULL;
+        const int initialized = module != NULL ? is_initialized(py, module) : 0;
+        PyObject *generator = initialized > 0 ? generator_of(py, module, f->devices[i]) : NULL;
+
+        status = PyErr_Occurred() ? -1 : module != NULL && !initialized ? 1
+               : generator == NULL ? 0 : append_state(py, *states, generator) < 0 ? -1 : 1;
+        Py_XDECREF(type);
+        Py_XDECREF(module);
+        Py_XDECREF(generator);
+    }
+    if (status <= 0 || *states == NULL || PyList_Size(*states) == 0) {
+        Py_CLEAR(*states);
+    }
+    return PyErr_Occurred() ? -1 : status;
+}
+
+/* Of several device types torch takes one, and warns. */
+static int is_one_kind(const found *f)
+{
+    for (int i = 1; i < f->n; i++) {
+        if (gck_device_kind_of(f->devices[i]) != gck_device_kind_of(f->devices[0])) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+int gck_device_rng_capture(gck_py *py, PyObject *args, PyObject *kwargs, int preserve, int exact, PyObject **states)
+{
+    found f = {.n = 0};
+    int seen;
+
+    *states = NULL;
+    if (py->accelerator == Py_None || (!preserve && !exact)) {
+        return 0;
+    }
+    seen = look(py, args, 0, &f);
+    seen = seen > 0 && !exact && kwargs != NULL ? look(py, kwargs, 0, &f) : seen;
+    seen = seen > 0 && exact && !is_one_kind(&f) ? 0 : seen;
+    if (seen > 0 && (f.n == 0 || !preserve)) {   /* faster */
+        return 0;
+    }
+    seen = seen > 0 ? capture(py, &f, states) : seen;
+    if (seen != 0) {
+        return seen < 0 ? -1 : 0;
+    }
+    *states = PyObject_CallFunction(py->call.device_rng_capture, "OOii", args, kwargs ? kwargs : Py_None, preserve,
+                                    exact);
+    if (*states == Py_None) {
+        Py_CLEAR(*states);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+int gck_device_rng_swap(const gck_py *py, PyObject *states, PyObject **previous)
+{
+    int status = 0;
+
+    if (PyTuple_Size(gck_item(states, 0)) == 3) {
+        *previous = PyObject_CallFunctionObjArgs(py->call.device_rng_swap, states, NULL);
+        return *previous != NULL ? 0 : -1;
+    }
+    *previous = PyList_New(0);
+    for (Py_ssize_t i = 0; *previous != NULL && status == 0 && i < gck_items(states); i++) {
+        PyObject *one = gck_item(states, i), *generator = PyTuple_GetItem(one, 0);
+        status = append_state(py, *previous, generator) < 0 ? -1
+               : gck_done(PyObject_CallMethodObjArgs(generator, py->rng.set_state, PyTuple_GetItem(one, 1), NULL));
+    }
+    if (*previous != NULL && PyList_Size(*previous) == 0) {
+        Py_CLEAR(*previous);
+    }
+    return *previous != NULL ? status : -1;
+}
