@@ -243,6 +243,8 @@ typedef struct {
     int       (*check)(int *driver, int *runtime);
     /* torch's current stream of a device.  0; not 0: it cannot be told.  NULL: torch's DLPack table tells it. */
     int       (*stream)(int index, void **stream);
+    /* Make it torch's current one; *before: what it was.  0; not 0: it cannot.  NULL: torch's C interface does. */
+    int       (*set_stream)(int index, void *stream, void **before);
     /* Is work on this stream being captured in a graph?  GCK_OK and *captured. */
     int       (*is_captured)(int index, void *stream, int *captured);
     /* n tensors of one device and stream, none of them empty: as the codec's own. */

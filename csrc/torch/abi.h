@@ -68,6 +68,8 @@ typedef void gck_boxed_kernel(StableIValue *stack, uint64_t nargs, uint64_t nret
     SYMBOL(REQUIRED, int32_t, torch_delete_string, (StringHandle))                                               \
     SYMBOL(OPTIONAL, int32_t, aoti_torch_device_type_privateuse1, (void))                                        \
     /* libtorch_cuda.so; NULL on a CPU build of torch: */                                                        \
+    SYMBOL(OPTIONAL, int32_t, aoti_torch_create_cuda_stream_guard, (void *stream, int32_t index, void **owned))  \
+    SYMBOL(OPTIONAL, int32_t, aoti_torch_delete_cuda_stream_guard, (void *))                                     \
     SYMBOL(OPTIONAL, int32_t, aoti_torch_get_current_cuda_stream, (int32_t index, void **borrowed))
 
 typedef struct {

@@ -1,4 +1,4 @@
-/* device.h: devices as torch has them: their numbers here (gradckpt.h), and their streams. */
+/* device.h: the numbers of devices here (gradckpt.h), and those that torch has for them. */
 #ifndef GRADCKPT_DEVICE_H
 #define GRADCKPT_DEVICE_H
 
@@ -14,9 +14,5 @@ int gck_device_of_torch(int32_t type, int32_t index);
 
 /* torch's number of its type.  -1: this torch does not tell. */
 int32_t gck_device_type(int device);
-
-/* torch's current stream of a device, on which the codec work of its tensors is queued.  0; not 0: torch does not
- * tell, and with `dlpack` (else NULL: there is no GIL) an exception is set. */
-int gck_device_stream(const gck_dl_exchange *dlpack, int device, void **stream);
 
 #endif

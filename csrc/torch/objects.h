@@ -59,6 +59,7 @@
     OBJECT(keeps_graph, "gradckpt._engine.torch_private", "keeps_graph")                           \
     OBJECT(graph_exec_group, "gradckpt._engine.torch_private", "graph_exec_group")                 \
     OBJECT(any_autocast, "gradckpt._engine.torch_private", "any_autocast")                         \
+    OBJECT(accelerator_stream, "gradckpt._engine.torch_private", "accelerator_stream")             \
     OBJECT(autocast_types, "gradckpt._engine.torch_private", "autocast_types")                     \
     OBJECT(fx_tracing, "gradckpt._engine.torch_private", "fx_tracing")                             \
     OBJECT(set_fx_tracing, "gradckpt._engine.torch_private", "set_fx_tracing")                     \
@@ -98,6 +99,8 @@
     OBJECT(unseen_views, "gradckpt._engine.torch_objects", "unseen_views")                         \
     OBJECT(key, "gradckpt._engine.torch_objects", "key")                                           \
     OBJECT(key_inplace, "gradckpt._engine.torch_objects", "key_inplace")                           \
+    OBJECT(key_python, "gradckpt._engine.torch_objects", "key_python")                             \
+    OBJECT(key_snapshot, "gradckpt._engine.torch_objects", "key_snapshot")                         \
     OBJECT(node_classes, "gradckpt._engine.torch_objects", "node_classes")
 
 /* Python functions that C calls: gradckpt/_engine/callbacks.py gives each to bind(). */
@@ -115,7 +118,7 @@
     CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(plain_attributes) CALLBACK(policy_contexts)          \
     CALLBACK(raise_ambiguous) CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata) CALLBACK(raise_mixing)     \
     CALLBACK(raise_modified) CALLBACK(raise_more_saved) CALLBACK(raise_origins) CALLBACK(raise_torchs)        \
-    CALLBACK(recompute_within) CALLBACK(record_stream) CALLBACK(record_traced) CALLBACK(remat_enter)          \
+    CALLBACK(recompute_within) CALLBACK(record_traced) CALLBACK(remat_enter)          \
     CALLBACK(remat_imported) CALLBACK(remat_leave) CALLBACK(remat_region) CALLBACK(rows_are_alike)            \
     CALLBACK(same_metadata) CALLBACK(saved_samples) CALLBACK(selective_key) CALLBACK(selective_mode)          \
     CALLBACK(selective_policy) CALLBACK(straight_through) CALLBACK(tensors_of) CALLBACK(through_modes)        \
@@ -133,7 +136,7 @@
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
     NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(torch_remat) NAME(output_nr)                  \
     NAME(storage_offset) NAME(_saved_exponent) NAME(_raw_saved_output) NAME(tracing_context) NAME(__dict__)   \
-    NAME(__code__) NAME(torch) NAME(_initialized) NAME(default_generators)
+    NAME(__code__) NAME(torch) NAME(_initialized) NAME(default_generators) NAME(record_stream)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;

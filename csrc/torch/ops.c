@@ -20,6 +20,7 @@
 #include "gradckpt.h"
 #include "torch/abi.h"
 #include "torch/device.h"
+#include "torch/stream.h"
 
 /* The argument layout of torch 2.11; later versions keep it for us. */
 static const uint64_t build_version = UINT64_C(0x020B000000000000);
@@ -158,7 +159,7 @@ static int describe(job *w, operand *x)
         x->view.strides = gck_is_contiguous(x->view.ndim, sizes, strides) ? NULL : strides;
         x->view.device = gck_device_of_torch(x->device_type, x->device_index);
         missing = x->view.device == GCK_NO_DEVICE
-            || (x->view.device >= 0 && gck_device_stream(NULL, x->view.device, &x->view.stream));
+            || (x->view.device >= 0 && gck_stream_of(NULL, x->view.device, &x->view.stream));
     }
     return missing ? refuse(w, "gradckpt: torch does not tell this tensor's shape, device or stream; use a CPU or CUDA "
                                "build of torch")

@@ -83,7 +83,6 @@ TABLE: dict[str, Callable[..., Any]] = {
     "raise_origins": region.raise_origins,
     "raise_torchs": torch_errors.raise_torchs,
     "recompute_within": region.recompute_within,
-    "record_stream": region.record_stream,
     "record_traced": selective.record_traced,
     "remat_enter": remat.remat_enter,
     "remat_imported": remat.remat_imported,

@@ -206,11 +206,6 @@ def payload_repr(payload: Any, bytes_in: int) -> str:
     return f"<gradckpt.codecs.Payload {what}, {bytes_in} -> {payload.nbytes} bytes>"
 
 
-def record_stream(buffer: torch.Tensor, device: torch.device) -> None:
-    if buffer.device.type == "cuda":
-        buffer.record_stream(torch.cuda.current_stream(device))
-
-
 # ---- contexts of the two runs ----
 
 

@@ -43,9 +43,9 @@ def _find_key() -> Any:
         return None
 
 
-def _find_inplace_key() -> Any:
+def _find_key_named(name: str) -> Any:
     try:
-        return private.key_of("ADInplaceOrView")
+        return private.key_of(name)
     except RuntimeError:
         return None
 
@@ -70,11 +70,13 @@ def _find_adoption() -> tuple[Any, bool]:
 
 adopt_tensor, adopt_copies = _find_adoption()
 dlpack = _find_dlpack()
-key, key_inplace = _find_key(), _find_inplace_key()
+key, key_inplace = _find_key(), _find_key_named("ADInplaceOrView")
+#: Those through which dispatch modes see operators.
+key_python, key_snapshot = _find_key_named("Python"), _find_key_named("PythonTLSSnapshot")
 default_generator = torch.default_generator
 cpu_device = torch.device("cpu")
 _accelerator = torch.accelerator.current_accelerator()
-#: The device type besides the CPU that this build of torch supports (it may not be present), or None.
+#: The device type besides the CPU that this build of torch supports (it may be absent), or None.
 accelerator = None if _accelerator is None else _accelerator.type
 cast: Any = torch.ops.aten._to_copy.default
 draws: Any = torch.Tag.nondeterministic_seeded

@@ -218,6 +218,11 @@ BelowInplace = _find("torch._C._AutoDispatchBelowADInplaceOrView", "torch.ops.gr
 after_inplace = _find("torch._C._after_ADInplaceOrView_keyset", "torch.ops.gradckpt inside autograd")
 
 any_autocast = _find("torch._C._is_any_autocast_enabled", "the quick look for autocast", lambda: True)
+accelerator_stream = _find(
+    "torch._C._accelerator_getStream",
+    "memory that several streams use",
+    lambda index: torch.accelerator.current_stream(index),
+)
 autocast_types = _find("torch._C._autocast_supported_devices", "autocast", lambda: ["cpu", "cuda"])
 
 #: torch since 2.15 keeps per thread whether torch.fx traces; its recompute sets the forward's.

@@ -251,7 +251,7 @@ with unittest.mock.patch.object(torch_objects, "accelerator", PRETENDED):
     ACCELERATED = imported_anew()
 
 
-class Abstract(metaclass=abc.ABCMeta):
+class Abstract(metaclass=abc.ABCMeta):  # noqa: B024
     """An argument that only Python looks into."""
 
 

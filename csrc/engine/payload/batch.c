@@ -4,16 +4,21 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/paper.h"
+#include "torch/stream.h"
 #include "torch/tensor.h"
 
-int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, gck_arrays arrays)
+int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, gck_arrays arrays, void *stream)
 {
     if ((b->n == GCK_BATCH || (b->n > 0 && b->codec != payload->codec)) && gck_batch_flush(b) < 0) {
         return -1;
     }
+    if (!b->decode && payload->device >= 0 && gck_stream_used(&b->state->py, tensor, payload->device) < 0) {
+        return -1;                               /* it may die before its encode, under memory of another stream */
+    }
     b->codec = payload->codec;
     b->payload[b->n] = (gck_payload *)Py_NewRef((PyObject *)payload);
     b->tensor[b->n] = Py_NewRef(tensor);
+    b->stream[b->n] = stream;
     b->arrays[b->n++] = gck_arrays_again(arrays);
     if (!b->decode) {
         payload->waits = b;
@@ -56,6 +61,7 @@ int gck_batch_flush(gck_batch *b)
 
     for (int i = 0; status == 0 && i < b->n; i++) {
         status = gck_payload_work(b->payload[i], b->tensor[i], b->arrays[i], &view[n], &bytes[n], &how[n]);
+        view[n].stream = b->stream[i];           /* not that of the flush */
         n += status == 0 && gck_has_values(view[n].data) && gck_has_values(bytes[n].codes);
     }
     if (status == 0 && n > 0) {

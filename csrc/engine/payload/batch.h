@@ -21,6 +21,7 @@ typedef struct gck_batch {
     int              n;
     gck_payload     *payload[GCK_BATCH]; /* all owned:                                      */
     PyObject        *tensor[GCK_BATCH];  /* read or written                                 */
+    void            *stream[GCK_BATCH];  /* on which its memory was taken: borrowed         */
     gck_arrays       arrays[GCK_BATCH];  /* the bytes of the payload; NULL: it has them     */
     PyObject        *saved;              /* borrowed iterator: of ctx.saved_tensors; NULL: not a node */
     PyObject        *made;               /* owned dict: what payloads gave that serve two arguments, and the buffers of
@@ -46,7 +47,7 @@ static inline int gck_batch_takes(const gck_batch *b, const gck_codec *codec, co
 }
 
 /* 0, or -1 with an exception: the batch was full or of another codec, and failed. */
-int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, gck_arrays arrays);
+int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, gck_arrays arrays, void *stream);
 
 /* Do the work and empty the batch.  0 or -1 with an exception; 1: the codec overflowed. */
 int gck_batch_flush(gck_batch *b);

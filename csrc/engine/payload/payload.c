@@ -103,7 +103,7 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
     int status;
 
     if (gck_batch_takes(batch, self->codec, &values)) {      /* faster: one launch for several */
-        return gck_batch_add(batch, self, in->x, self->arrays);
+        return gck_batch_add(batch, self, in->x, self->arrays, self->stream);
     }
     if (self->own.handle != NULL) {              /* faster: no references to hold */
         status = gck_payload_work(self, in->x, (gck_arrays){NULL, NULL}, &view, &bytes, &how);
@@ -111,7 +111,7 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
              ? gck_run_encode(&self->state->py, self->codec, &view, &bytes, &how, 1) : status;
     }
     gck_batch_begin(&own, self->state, 0);
-    status = gck_batch_add(&own, self, in->x, self->arrays) < 0 ? -1 : gck_batch_flush(&own);
+    status = gck_batch_add(&own, self, in->x, self->arrays, self->stream) < 0 ? -1 : gck_batch_flush(&own);
     gck_payload_overflow_encoded(self, in->x, status);
     return status > 0 && self->overflow != NULL ? 0 : status;
 }

@@ -4,17 +4,17 @@
 #include "torch/abi.h"
 #include "torch/calls.h"
 #include "torch/input.h"
+#include "torch/stream.h"
 #include "torch/tensor.h"
 #include "engine/payload/payload_overflow.h"
 
-/* The bytes are read on another stream than the one that wrote them: tell the allocator. */
+/* x is read on another stream than the one that wrote it: tell the allocator. */
 static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
 {
     if (self->device < 0 || out->stream == self->stream) {    /* faster: the allocator knows */
         return 0;
     }
-    return gck_done(gck_invoke(self->state->py.call.record_stream,
-                             Py_BuildValue("(ON)", x, gck_device_object(&self->state->py, self->device))));
+    return gck_stream_used(&self->state->py, x, self->device);
 }
 
 /* Outer hooks may have returned a slice of their own memory: then copy it.  0 or -1. */
@@ -49,7 +49,7 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
     if (status == 0) {
         const gck_tensor values = self->once != NULL ? gck_payload_values(self, NULL, NULL) : *view;
         const int waits = gck_batch_takes(batch, self->codec, &values);
-        status = gck_batch_add(waits ? batch : &own, self, out, arrays) < 0 ? -1 : gck_batch_flush(&own);
+        status = gck_batch_add(waits ? batch : &own, self, out, arrays, view->stream) < 0 ? -1 : gck_batch_flush(&own);
     }
     gck_arrays_clear(&arrays);
     return status;

@@ -11,6 +11,9 @@
 enum {
     MOST_OPEN = 2,                 /* originals of a device that may be held until their results come ... */
     SMALL = 16 << 20,              /* ... and any number whose bytes together are fewer          */
+    /* Seconds.  A region may take ten; a device that stands still may wait for what this thread has yet to queue. */
+    PATIENCE = 60,
+    LONGEST = 600,                 /* where no other source has the values */
 };
 static const int64_t SECOND = 1000000000;
 
@@ -171,7 +174,7 @@ int gck_payload_overflow_bound(gck_payload *newest)
 
     while (came >= 0 && (p = oldest_of_too_many(newest)) != NULL) {
         Py_INCREF((PyObject *)p);
-        came = await(p, 1);
+        came = await(p, PATIENCE);
         p->timed_out = came == 0;
         Py_DECREF((PyObject *)p);
         gck_payload_overflow_poll(state);
@@ -195,7 +198,7 @@ int gck_payload_overflow_original(gck_payload *p, PyObject **original)
         } else if (now == p->version) {                  /* or an inference tensor, which has no version */
             *original = kept;
             return 0;
-        } else if ((came = await(p, 600)) == 0 || p->overflowed) {
+        } else if ((came = await(p, LONGEST)) == 0 || p->overflowed) {
             /* The original was changed, and the payload does not hold its values, or only a graph
              * will tell. */
             raised = PyObject_CallFunction(p->state->py.call.raise_modified, "OL", kept, (long long)p->version);

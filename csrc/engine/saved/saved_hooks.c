@@ -108,7 +108,7 @@ static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, int late, 
     }
     to->number = number;
     to->late = late;
-    to->on_device = in->view.device >= 0;        /* it was judged, so it has a view */
+    gck_saved_waiting_at(to, &in->view);         /* it was judged, so it has a view */
     to->waits = in->view.numel * (int64_t)gck_itemsize(in->view.dtype);
     gck_count_uncompressed_bytes(state, to->waits, GCK_SKIP_UNKNOWN);
     to->epoch = state->epoch;

@@ -25,7 +25,9 @@ typedef struct {
     PyObject  *hooks;        /* while it waits: the hooks that packed it                 */
     int64_t    number;       /* of the node that saves it                                */
     int64_t    waits, epoch; /* bytes, while it waits, and the epoch in which they were counted */
-    int        on_device;
+    int        device;       /* while it waits: where it lies, and the stream on which it was saved, borrowed */
+    void      *stream;
+    int        captured;     /* a graph was being captured there                         */
     int        unknown;      /* the node that saves it was never seen                    */
     int        decided;      /* a search will settle it                                  */
     int        late;         /* it was packed while searches were put off                */

@@ -3,6 +3,7 @@
 
 #include "torch/error.h"
 #include "torch/input.h"
+#include "torch/stream.h"
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"
 #include "engine/saved/saved_role.h"
@@ -21,6 +22,31 @@ static void uncount(const gck_saved_tensor *saved)
     }
 }
 
+void gck_saved_waiting_at(gck_saved_tensor *saved, const gck_tensor *view)
+{
+    saved->device = view->device;
+    saved->stream = view->stream;
+    saved->captured = view->device >= 0 && gck_stream_is_captured(view->device, view->stream);
+}
+
+/* Make the stream on which it was saved the current one: only there do the work that made its values and the node that
+ * will read them lie before and behind its encode.  1; 0: nothing may be encoded: a capture has begun or ended since,
+ * or torch cannot; -1. */
+static int enter_stream(const gck_saved_tensor *saved, gck_stream_guard *guard)
+{
+    void *now;
+
+    *guard = (gck_stream_guard){.kind = NULL};
+    if (saved->device < 0) {
+        return 1;
+    }
+    if (gck_stream_of(saved->state->py.dlpack, saved->device, &now) != 0) {
+        return -1;
+    }
+    return gck_stream_is_captured(saved->device, saved->stream) == saved->captured
+        && (now == saved->stream || gck_stream_enter(saved->device, saved->stream, guard) == 0);
+}
+
 int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactly, int go_on, gck_batch *batch)
 {
     gck_state *state = saved->state;
@@ -29,8 +55,11 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
     gck_input in = gck_input_of(saved->form.entry.value);
     gck_saved_as as = {.codec = NULL};
     gck_saved_list *l = gck_saved_list_of(saved->waiting);
-    int status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
+    gck_stream_guard guard;
+    const int entered = enter_stream(saved, &guard);
+    int status = entered < 0 ? -1 : gck_input_read(&state->py, &in, GCK_FACT_VERSION);
 
+    node = entered ? node : NULL;
     Py_INCREF((PyObject *)saved);
     saved->hooks = NULL;
     l->waits--;
@@ -57,6 +86,7 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
         state->stats.live_bytes -= saved->waits;
         saved->waits = 0;
     }
+    gck_stream_leave(&guard);
     gck_saved_as_clear(&as);
     Py_DECREF(op);
     Py_DECREF((PyObject *)saved);
@@ -117,7 +147,7 @@ int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved)
     }
     saved->waiting = Py_NewRef(waiting);
     l->known[l->n++] = saved;
-    l->on_device = saved->hooks != NULL ? saved->on_device : l->on_device;
+    l->on_device = saved->hooks != NULL ? saved->device >= 0 : l->on_device;
     l->waits += saved->hooks != NULL;
     return 0;
 }
@@ -136,7 +166,7 @@ int gck_saved_waiting_may_last(PyObject *waiting)
         const gck_saved_tensor *saved = l->known[i];
         if (saved->hooks != NULL) {
             bytes += saved->waits;
-            if (!saved->on_device || ++n >= FEW || bytes > FEW_BYTES) {
+            if (saved->device < 0 || ++n >= FEW || bytes > FEW_BYTES) {
                 return 0;
             }
         }

@@ -10,6 +10,9 @@
 /* Add `saved` to the list, until it dies or many others have followed.  0 or -1. */
 int gck_saved_waiting_add(PyObject *waiting, gck_saved_tensor *saved);
 
+/* Record where and on which stream it was saved. */
+void gck_saved_waiting_at(gck_saved_tensor *saved, const gck_tensor *view);
+
 /* 1 when the search may be put off: few values wait, all on a device, where those that are settled
  * together share a launch.  What waits meanwhile is `late`. */
 int gck_saved_waiting_may_last(PyObject *waiting);

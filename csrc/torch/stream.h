@@ -1,0 +1,31 @@
+/* stream.h: the streams of devices.  Codec work of a tensor is queued on the stream on which it was made or kept. */
+#ifndef GRADCKPT_STREAM_H
+#define GRADCKPT_STREAM_H
+
+#include "gradckpt.h"
+#include "torch/abi.h"
+#include "torch/objects.h"
+
+/* torch's current stream of a device.  0; not 0: torch does not tell, and with `dlpack` (NULL: there is no GIL) an
+ * exception is set. */
+int gck_stream_of(const gck_dl_exchange *dlpack, int device, void **stream);
+
+/* Is what is queued there captured in a graph?  1; 0, also where the device does not tell. */
+int gck_stream_is_captured(int device, void *stream);
+
+/* Make it torch's current one, until gck_stream_leave(), which does nothing for one that was not entered.  0; not 0:
+ * this torch cannot. */
+typedef struct {
+    const gck_device_kind *kind;
+    void *guard, *before;
+    int   device;
+} gck_stream_guard;
+
+int  gck_stream_enter(int device, void *stream, gck_stream_guard *guard);
+void gck_stream_leave(gck_stream_guard *guard);
+
+/* Work that reads or writes x was queued on the current stream of its device: its memory is not used again before
+ * that is done, whatever stream it came from.  No dispatch mode sees that.  0 or -1. */
+int gck_stream_used(const gck_py *py, PyObject *x, int device);
+
+#endif
