@@ -26,7 +26,7 @@ CAPACITY = 8 << 30
 
 FLAGS = shlex.split("-std=c++20 -O1 -fPIC -shared -fvisibility=hidden -Wall -Wextra -Werror")
 KERNEL_FLAGS = shlex.split(
-    f"""-x c++ -std=c++17 -O2 -fPIC -fno-exceptions -fno-rtti -ffp-contract=off -Wall -Wextra -Werror
+    f"""-x c++ -std=c++17 -O1 -fPIC -fno-exceptions -fno-rtti -ffp-contract=off -Wall -Wextra -Werror
     -Wno-unknown-pragmas -Wno-unused-function -DGCK_EMULATE_CUDA '-DGCK_CUDA_ARCHS="emulated"'
     -include '{EMULATION / "cuda_emulation.h"}'"""
 )

@@ -19,7 +19,7 @@ void copy_values(const at::Tensor &to, const at::Tensor &from)
 at::Tensor alias_of(const at::Tensor &t) { return Aliases().of(t); }
 
 /* A CPU tensor of the same memory, without whatever Python knows of it. */
-at::Tensor again(const at::Tensor &cpu)
+at::Tensor without_python(const at::Tensor &cpu)
 {
     at::Tensor t = view_of(cpu.storage(), cpu.dtype(), cpu.sizes(), cpu.strides(), cpu.storage_offset());
 
@@ -58,10 +58,10 @@ void to_device(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
     }
     const at::Tensor there = alias_of(to);
     if (!non_blocking || s->capture != nullptr) {
-        run_now(s, op.name, std::move(ranges), there, pinned ? again(from) : from);
+        run_now(s, op.name, std::move(ranges), there, pinned ? without_python(from) : from);
     } else {
         CpuOnly guard;
-        const at::Tensor source = pinned ? again(from) : from.clone();
+        const at::Tensor source = pinned ? without_python(from) : from.clone();
         queue(s, [there, source]() { copy_values(there, source); });
     }
     if (!non_blocking) {
@@ -85,9 +85,9 @@ void to_host(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
     }
     const at::Tensor here = alias_of(from);
     if (!later || s->capture != nullptr) {
-        run_now(s, op.name, std::move(ranges), later ? again(to) : to, here);
+        run_now(s, op.name, std::move(ranges), later ? without_python(to) : to, here);
     } else {
-        const at::Tensor target = again(to);
+        const at::Tensor target = without_python(to);
         queue(s, [target, here]() { copy_values(target, here); });
     }
     if (!later) {

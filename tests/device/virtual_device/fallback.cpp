@@ -126,7 +126,7 @@ public:
         }
         const c10::Stack kept = ranges != nullptr ? converted : c10::Stack();
         call_cpu(op, &converted, plan.draws, device);
-        aliases.put_back_sizes();
+        aliases.put_back_sizes(started);
         stack->resize(first);
         std::vector<std::pair<size_t, at::Tensor>> copied;             /* results by number, as the CPU sees them */
         for (size_t i = 0; i < converted.size(); i++) {
@@ -232,7 +232,7 @@ private:
             at::Tensor there = Aliases().of(t);
             if (t.numel() > 0) {
                 memcpy(there.data_ptr(), cpu.data_ptr(), t.storage().nbytes());
-                use_tensor(started_again(started), t, true, ranges);
+                use_tensor(again(started), t, true, ranges);
             }
             copied->push_back({number, there});
         }
@@ -244,9 +244,6 @@ private:
         }
         return t;
     }
-
-    /* The memory of results was filled since the operation began. */
-    static Operation started_again(const Operation &op) { return {op.stream, op.stream->clock.tick(op.stream->number), op.name, op.place}; }
 
     c10::IValue convert_result(const c10::IValue &v, const Operation &started, std::vector<Range> *ranges,
                                std::vector<std::pair<size_t, at::Tensor>> *copied)

@@ -21,6 +21,11 @@ struct OnDevice {
 
 }  /* namespace */
 
+Operation again(const Operation &op)
+{
+    return {op.stream, op.stream->clock.tick(op.stream->number), op.name, op.place};
+}
+
 CpuOnly::CpuOnly() : before(c10::impl::tls_local_dispatch_key_set())
 {
     const c10::DispatchKeySet included(c10::DispatchKey::BackendSelect);
@@ -108,12 +113,14 @@ const c10::Storage *Aliases::storage(const at::Tensor &cpu) const
     return nullptr;
 }
 
-void Aliases::put_back_sizes()
+void Aliases::put_back_sizes(const Operation &op)
 {
     for (const Storages &s : storages) {
         if (s.cpu.data() != s.data || s.cpu.nbytes() != s.nbytes) {
             resize_storage(s.device, s.cpu.nbytes());
+            drain(op.stream);                            /* what fills new memory */
             if (s.cpu.nbytes() > 0) {
+                use_memory(again(op), s.device.data(), s.cpu.nbytes(), true);
                 memcpy(writable(s.device.data()), s.cpu.data(), s.cpu.nbytes());
             }
         }

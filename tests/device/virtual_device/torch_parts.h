@@ -51,6 +51,9 @@ at::Tensor new_tensor(int device, at::IntArrayRef sizes, at::IntArrayRef strides
 at::Tensor view_of(const c10::Storage &storage, const caffe2::TypeMeta &dtype, at::IntArrayRef sizes,
                    at::IntArrayRef strides, int64_t offset);
 
+/* The operation goes on after the memory of its results was filled. */
+Operation again(const Operation &op);
+
 /* CPU tensors at the addresses of kernels: those of one storage share one, as the tensors do. */
 class Aliases {
 public:
@@ -60,7 +63,7 @@ public:
     /* The device storage that the CPU storage stands for; NULL: it is new. */
     const c10::Storage *storage(const at::Tensor &cpu) const;
     /* What a kernel resized is resized. */
-    void put_back_sizes();
+    void put_back_sizes(const Operation &op);
 
 private:
     struct Pair {
