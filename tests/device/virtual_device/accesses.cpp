@@ -46,6 +46,11 @@ void report(const char *kind, const Access &first, bool first_writes, const Acce
             uintptr_t address, size_t nbytes)
 {
     for (Report &r : reports) {
+        if (r.kind == kind && r.first == first && r.second == second) {    /* an operation that reads and writes */
+            r.first_writes |= first_writes;
+            r.second_writes |= second_writes;
+            return;
+        }
         if (r.kind == kind && r.first.name == first.name && r.second.name == second.name
             && r.first.stream == first.stream && r.second.stream == second.stream && r.first.place == first.place
             && r.second.place == second.place && r.first_writes == first_writes && r.second_writes == second_writes) {
