@@ -17,8 +17,9 @@ import sys
 import types
 from pathlib import Path
 
+import codec_library
 import torch
-from checkout import CODEC, CSRC, EMULATION, HELPERS, ROOT, TESTS, source
+from checkout import CODEC, CSRC, EMULATION, HELPERS, ROOT, TESTS
 
 SOURCES = TESTS / "device" / "virtual_device"
 NAME = "virtual"
@@ -58,7 +59,7 @@ def build_device():
     """The extension, one translation unit: torch's headers take most of the time."""
     files = sorted(SOURCES.glob("*.cpp"))
     include, library = Path(torch.__file__).parent / "include", Path(torch.__file__).parent / "lib"
-    texts = [*_texts(SOURCES.iterdir()), *_texts([CSRC / "gradckpt.h"]), *FLAGS, torch.__version__, sys.version]
+    texts = [*_texts([*files, *SOURCES.glob("*.h")]), *_texts([CSRC / "gradckpt.h"]), *FLAGS, torch.__version__, sys.version]
 
     def commands(folder):
         whole = folder / "whole.cpp"
@@ -71,16 +72,28 @@ def build_device():
 
 def build_kernels():
     """The device's codecs, compiled for the host."""
-    files = sorted(CODEC.rglob("*.cu"))
-    texts = [*_texts([p for p in CODEC.rglob("*") if p.suffix in (".cu", ".cuh", ".h")]), *KERNEL_FLAGS]
+    files = [*sorted(CODEC.rglob("*.cu")), SOURCES / "kernels" / "overflow_words.cpp"]
+    headers = [p for p in CODEC.rglob("*") if p.suffix in (".cuh", ".h")]
+    texts = [*_texts([*files, *headers]), *KERNEL_FLAGS]
     texts += _texts([CSRC / "gradckpt.h", EMULATION / "cuda_emulation.h"])
 
     def commands(folder):
         for path in files:
-            yield ["g++", *KERNEL_FLAGS, f"-I{CSRC}", "-c", path, "-o", folder / f"{path.stem}.o"]
-        yield ["g++", "-shared", *(folder / f"{path.stem}.o" for path in files), "-o", folder / "kernels.so", "-lm"]
+            yield ["g++", *KERNEL_FLAGS, f"-I{CSRC}", "-c", path, "-o", folder / f"{path.name}.o"]
+        yield ["g++", "-shared", *(folder / f"{path.name}.o" for path in files), "-o", folder / "kernels.so", "-lm"]
 
     return _built("kernels", texts, commands)
+
+
+def build_host_codecs():
+    """csrc/codec as a library: the host's codecs, and the descriptions of all."""
+    texts = _texts([p for p in CODEC.rglob("*") if p.suffix in (".c", ".h")])
+
+    def commands(folder):
+        codec_library.CodecLibrary.build(folder)
+        yield ["cp", folder / "codecs.so", folder / "host_codecs.so"]
+
+    return _built("host_codecs", texts, commands)
 
 
 # ---- the library
@@ -167,6 +180,19 @@ def device_kind():
 def load_kernels():
     """Build and load the emulated kernels of the codecs."""
     _call("virtual_load_kernels", str(build_kernels()).encode(), 0)
+
+
+def use_host_codecs(on):
+    """Whether the codecs of the host run in place of the emulated kernels: for whole models."""
+    if on:
+        _call("virtual_load_kernels", str(build_host_codecs()).encode(), 1)
+    else:
+        library().virtual_forget_host_codecs()
+
+
+def kernel_errors():
+    """Kernels that ran and did not return 0."""
+    return library().virtual_kernel_errors()
 
 
 class Graph:

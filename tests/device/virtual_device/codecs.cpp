@@ -216,15 +216,6 @@ const gck_device_kind kind = {"virtual", DLPACK_EXTENSION, check, stream, is_cap
 #pragma GCC visibility push(default)
 extern "C" {
 
-/* What the kernels call. */
-int gck_overflow_slot(const uint32_t *word)
-{
-    using virtual_device::words;
-    return word >= words && word < words + virtual_device::WORDS ? (int)(word - words) : -1;
-}
-
-void gck_overflow_retire(const uint32_t *) {}
-
 const void *virtual_device_kind(void) { return &virtual_device::kind; }
 
 /* NULL, or why it cannot be loaded.  host: the codecs of the host run instead of the emulated kernels. */
@@ -233,6 +224,10 @@ const char *virtual_load_kernels(const char *path, int host)
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
 
     if (library != nullptr) {
+        if (!host) {
+            auto words_are = (void (*)(const uint32_t *, int))virtual_device::symbol(library, "virtual_words_are");
+            words_are(virtual_device::words, virtual_device::WORDS);
+        }
         (host ? virtual_device::host_codecs : virtual_device::kernels) = library;
     }
     return library == nullptr ? dlerror() : nullptr;
