@@ -45,7 +45,7 @@ def kind():
 
 def view(x):
     """gck_tensor."""
-    numbers = (ctypes.c_int64 * x.dim())
+    numbers = ctypes.c_int64 * x.dim()
     sizes, strides = numbers(*x.shape), numbers(*x.stride())
     dtype = NUMBERS[str(x.dtype).removeprefix("torch.")]
     given = None if x.is_contiguous() else strides

@@ -282,7 +282,13 @@ def test_backward_runs_in_the_threads_of_its_devices():
 
 def test_a_model_trains_as_on_the_cpu():
     torch.manual_seed(0)
-    layers = torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 8)
+    layers = (
+        torch.nn.Linear(8, 16),
+        torch.nn.LayerNorm(16),
+        torch.nn.GELU(),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(16, 8),
+    )
     here = torch.nn.Sequential(*layers)
     there = copy.deepcopy(here).to("virtual")
     x = torch.randn(4, 8)

@@ -148,6 +148,16 @@ def test_what_one_thread_waited_for_another_does_not_know():
     side.synchronize()
     x.add_(1)
     assert virtual_device.reports() == []
+    side.wait_stream(torch.virtual.current_stream())
+    with side:
+        x.add_(1)
+    virtual_device.order_threads(True)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    x.add_(1)
+    virtual_device.order_threads(False)
+    assert virtual_device.reports() == []
 
 
 def test_threads_have_streams_of_their_own():

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import types
@@ -43,11 +44,14 @@ def _built(name, texts, commands):
     if not (folder / f"{name}.so").exists():
         work = folder.with_name(f"{folder.name}.{os.getpid()}")
         work.mkdir(parents=True, exist_ok=True)
-        for command in commands(work):
-            made = subprocess.run(command, capture_output=True, text=True)
-            assert made.returncode == 0, f"{' '.join(map(str, command))}\n{made.stderr}"
-        with contextlib.suppress(OSError):  # another process was first
-            work.rename(folder)
+        try:
+            for command in commands(work):
+                made = subprocess.run(command, capture_output=True, text=True)
+                assert made.returncode == 0, f"{' '.join(map(str, command))}\n{made.stderr}"
+            with contextlib.suppress(OSError):  # another process was first
+                work.rename(folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
     return folder / f"{name}.so"
 
 
@@ -59,7 +63,13 @@ def build_device():
     """The extension, one translation unit: torch's headers take most of the time."""
     files = sorted(SOURCES.glob("*.cpp"))
     include, library = Path(torch.__file__).parent / "include", Path(torch.__file__).parent / "lib"
-    texts = [*_texts([*files, *SOURCES.glob("*.h")]), *_texts([CSRC / "gradckpt.h"]), *FLAGS, torch.__version__, sys.version]
+    texts = [
+        *_texts([*files, *SOURCES.glob("*.h")]),
+        *_texts([CSRC / "gradckpt.h"]),
+        *FLAGS,
+        torch.__version__,
+        sys.version,
+    ]
 
     def commands(folder):
         whole = folder / "whole.cpp"
@@ -142,6 +152,11 @@ def late():
 def random(seed):
     """Run queued work at random, as the seed says."""
     _call("virtual_set_mode", 1, seed)
+
+
+def order_threads(on):
+    """Take what one host thread waited for as known to all: their hand-overs are not seen."""
+    library().virtual_order_threads(int(on))
 
 
 def fill_when_freed(on):
@@ -272,7 +287,9 @@ def _current_stream(device=None):
 
 
 def _default_stream(device=None):
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
+    return torch.Stream(
+        stream_id=0, device_index=_index(device), device_type=int(torch._C._autograd.DeviceType.PrivateUse1)
+    )
 
 
 def _memory(name):

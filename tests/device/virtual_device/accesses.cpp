@@ -23,7 +23,9 @@ struct Cell {
     std::vector<Access> reads;         /* those that a write may still be unordered with */
 };
 
-std::map<uintptr_t, Cell> cells;
+typedef std::map<uintptr_t, Cell> Cells;
+Cells done;                            /* by what runs                                          */
+std::map<Graph *, Cells> captured;     /* among the operations of a capture, which do not run yet */
 
 struct Report {
     const char *kind;
@@ -64,7 +66,7 @@ void report(const char *kind, const Access &first, bool first_writes, const Acce
 }
 
 /* A cell begins at `at`, if one contains it. */
-void split(uintptr_t at)
+void split(Cells &cells, uintptr_t at)
 {
     auto next = cells.lower_bound(at);
 
@@ -119,8 +121,9 @@ void note_access(const Operation &op, uintptr_t first, size_t nbytes, bool write
     if (nbytes == 0) {
         return;
     }
-    split(first);
-    split(end);
+    Cells &cells = op.stream->capture != nullptr ? captured[op.stream->capture] : done;
+    split(cells, first);
+    split(cells, end);
     auto at = cells.lower_bound(first);
     for (uintptr_t expected = first; expected < end;) {
         if (at == cells.end() || at->first > expected) {       /* bytes without a history */
@@ -167,10 +170,12 @@ void note_access(const Operation &op, uintptr_t first, size_t nbytes, bool write
 
 void forget_accesses(uintptr_t first, size_t nbytes)
 {
-    split(first);
-    split(first + nbytes);
-    cells.erase(cells.lower_bound(first), cells.lower_bound(first + nbytes));
+    split(done, first);
+    split(done, first + nbytes);
+    done.erase(done.lower_bound(first), done.lower_bound(first + nbytes));
 }
+
+void forget_capture(Graph *graph) { captured.erase(graph); }
 
 void report_outside(const Operation &op, uintptr_t first, size_t nbytes, const char *why)
 {

@@ -10,6 +10,8 @@ namespace virtual_device {
 void note_access(const Operation &op, uintptr_t first, size_t nbytes, bool writes);
 /* Nothing is known of these bytes any longer. */
 void forget_accesses(uintptr_t first, size_t nbytes);
+/* Of the operations of a capture, when it ends. */
+void forget_capture(Graph *graph);
 /* Bytes that do not belong to an allocated block. */
 void report_outside(const Operation &op, uintptr_t first, size_t nbytes, const char *why);
 

@@ -350,6 +350,9 @@ const char *why_outside(uintptr_t first, size_t nbytes)
     if (first >= b->at + b->size) {
         return "memory that was never allocated";
     }
+    if (b->graph != nullptr) {             /* a graph uses its blocks again and again */
+        return nullptr;
+    }
     if (!b->allocated) {
         return "freed memory";
     }

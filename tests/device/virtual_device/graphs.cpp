@@ -2,6 +2,7 @@
  * compute then is not hidden. */
 #include "graphs.h"
 
+#include "accesses.h"
 #include "memory.h"
 
 #include <stdexcept>
@@ -44,6 +45,7 @@ Graph *end_capture(Stream *s)
             each->capture = nullptr;
         }
     }
+    forget_capture(graph);
     if (!joined) {
         throw std::runtime_error("capturing stream has unjoined work");
     }

@@ -72,7 +72,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
         Lock lock;
         synchronise_device(d);
     }
-    bool isStreamCapturing(const c10::Stream &s) const override
+    bool isStreamCapturing(const c10::Stream &s) const        /* overrides from torch 2.12 on */
     {
         Lock lock;
         return stream_from(s)->capture != nullptr;

@@ -43,6 +43,12 @@ const char *virtual_set_mode(int random, uint64_t seed)
     return guarded([=]() { set_mode(random ? RANDOM : LATE, seed); });
 }
 
+void virtual_order_threads(int on)
+{
+    Lock lock;
+    order_threads(on != 0);
+}
+
 void virtual_fill_when_freed(int on) { fill_when_freed(on != 0); }
 
 void virtual_set_place_callback(place_callback *callback) { set_place_callback(callback); }

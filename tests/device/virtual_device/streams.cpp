@@ -16,6 +16,8 @@ std::vector<std::function<void()>> *dropped = new std::vector<std::function<void
 std::vector<Stream *> streams;                /* never freed */
 std::vector<Stream *> per_device[DEVICES];    /* by id */
 int next_of_pool[DEVICES];
+Clock of_all_threads;
+bool threads_are_ordered;
 
 Mode mode = LATE;
 std::mt19937_64 randomness;
@@ -131,6 +133,15 @@ HostThread &this_thread()
     return thread;
 }
 
+void order_threads(bool on)
+{
+    threads_are_ordered = on;
+    of_all_threads = Clock();
+}
+
+/* What the calling thread knows. */
+static Clock &known() { return threads_are_ordered ? of_all_threads : this_thread().clock; }
+
 Stream *stream_at(int device, int64_t id)
 {
     ensure();
@@ -163,7 +174,7 @@ const std::vector<Stream *> &all_streams()
 Operation begin_operation(Stream *s, const char *name)
 {
     maybe_run();
-    s->clock.join(this_thread().clock);
+    s->clock.join(known());
     return {s, s->clock.tick(s->number), name, this_thread().place};
 }
 
@@ -178,7 +189,7 @@ void drain(Stream *s) { run_until(s, s->queued); }
 void record(Event *e, Stream *s)
 {
     maybe_run();
-    s->clock.join(this_thread().clock);
+    s->clock.join(known());
     e->stream = s;
     e->count = s->queued;
     e->clock = s->clock;
@@ -193,7 +204,7 @@ void wait(Stream *s, const Event &e)
     if (e.stream == nullptr) {
         return;
     }
-    s->clock.join(this_thread().clock);
+    s->clock.join(known());
     s->clock.join(e.clock);
     if (e.capture != nullptr) {
         s->capture = e.capture;
@@ -212,7 +223,7 @@ void wait(Stream *s, Stream *other)
     wait(s, e);
 }
 
-void learn(const Clock &clock) { this_thread().clock.join(clock); }
+void learn(const Clock &clock) { known().join(clock); }
 
 bool query(Event *e)
 {
@@ -260,7 +271,7 @@ void synchronise(const Event &e)
 void synchronise(Stream *s)
 {
     refuse_in_capture("to wait for a stream");
-    s->clock.join(this_thread().clock);
+    s->clock.join(known());
     drain(s);
     learn(s->clock);
 }

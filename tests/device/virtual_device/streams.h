@@ -68,6 +68,9 @@ struct Event {
     Graph   *capture = nullptr;
 };
 
+/* What a thread learned, all know from then on: hand-overs between threads are not seen otherwise. */
+void order_threads(bool on);
+
 struct HostThread {
     int     device = 0;
     Stream *current[DEVICES] = {};
