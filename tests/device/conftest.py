@@ -1,5 +1,7 @@
-"""Tests that need the virtual device run in a process of their own, one for each file: torch starts a thread for
-each device at the first backward, so the device must be there before; and other tests must not find it."""
+"""Tests that need the virtual device run in a process of their own, one for each file.
+
+torch starts a thread for each device at the first backward, so the device must be there before; and
+other tests must not find it."""
 
 import functools
 import json

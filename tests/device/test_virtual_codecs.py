@@ -1,4 +1,4 @@
-"""The virtual device as gradckpt sees it: gck_device_kind, whose kernels are queued on its streams."""
+"""The virtual device as gradckpt sees it: gck_device_kind, whose kernels are queued."""
 
 import ctypes
 import functools

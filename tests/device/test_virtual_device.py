@@ -205,7 +205,7 @@ def test_devices_are_not_mixed():
         lambda: torch.cat([x, torch.ones(3, 3)]),
         lambda: torch.add(x, 1, out=torch.empty(3, 3)),
     ):
-        with pytest.raises(RuntimeError, match="on the same device|found at least two devices|device"):
+        with pytest.raises(RuntimeError, match="same device"):
             wrong()
     assert (x + torch.tensor(1.0)).sum().item() == 18
     assert (torch.tensor(1.0) + x).device == x.device

@@ -1,4 +1,4 @@
-"""The virtual device's memory: blocks, whose they are and when they can be used again, and who may not read them."""
+"""The virtual device's memory: when blocks can be used again, and who may not read them."""
 
 import signal
 import subprocess

