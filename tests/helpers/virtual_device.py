@@ -4,6 +4,7 @@
 "virtual", before the first backward of the process. See docs in its C++ files.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -364,4 +366,6 @@ def load(capacity=CAPACITY):
     if not faulthandler.is_enabled():
         faulthandler.enable()
     library().virtual_watch_faults()
+    # A thread of autograd that lets go of its last graph while Python ends would abort the process.
+    atexit.register(time.sleep, 0.2)
     return module
