@@ -13,6 +13,7 @@ LEFT_BECAUSE = {
         "codec/test_cuda_emulation.py",
     ),
     "builds the extension once more": ("codec/test_toy_codec.py",),
+    "builds the virtual device, and runs in a process of its own": ("device",),
     "builds packages or the site, or runs what users run: a process each": (
         "models/test_nothing_left.py",
         "models/test_paper.py::test_no_memory_is_touched",

@@ -1,0 +1,109 @@
+/* autocast.cpp: torch.autocast("virtual"): boxed kernels for the operators that it casts. */
+#include "torch_parts.h"
+
+#include <torch/library.h>
+
+namespace at::autocast {
+TORCH_API Tensor cached_cast(at::ScalarType to_type, const Tensor &arg, c10::DeviceType device_type);
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+}
+
+namespace virtual_device {
+
+namespace {
+
+bool can_cast(const at::Tensor &t) { return is_ours(t) && t.is_floating_point() && t.scalar_type() != at::kDouble; }
+
+at::Tensor cast(const at::Tensor &t, at::ScalarType dtype)
+{
+    return can_cast(t) ? at::autocast::cached_cast(dtype, t, DEVICE) : t;
+}
+
+template <typename F> void for_arguments(const c10::OperatorHandle &op, c10::Stack *stack, F f)
+{
+    const size_t n = op.schema().arguments().size();
+
+    for (size_t i = stack->size() - n; i < stack->size(); i++) {
+        c10::IValue &v = (*stack)[i];
+        if (v.isTensor()) {
+            v = f(v.toTensor());
+        } else if (v.isTensorList()) {
+            c10::List<at::Tensor> list;
+            for (const at::Tensor &t : v.toTensorVector()) {
+                list.push_back(f(t));
+            }
+            v = list;
+        }
+    }
+}
+
+void call_with(const c10::OperatorHandle &op, c10::Stack *stack, at::ScalarType dtype)
+{
+    c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(c10::DispatchKey::AutocastPrivateUse1));
+
+    for_arguments(op, stack, [dtype](const at::Tensor &t) { return cast(t, dtype); });
+    op.callBoxed(stack);
+}
+
+void in_lower_precision(const c10::OperatorHandle &op, c10::Stack *stack)
+{
+    call_with(op, stack, at::autocast::get_autocast_dtype(DEVICE));
+}
+
+void in_float32(const c10::OperatorHandle &op, c10::Stack *stack) { call_with(op, stack, at::kFloat); }
+
+/* The widest dtype of the arguments. */
+void promoted(const c10::OperatorHandle &op, c10::Stack *stack)
+{
+    at::ScalarType widest = at::autocast::get_autocast_dtype(DEVICE);
+
+    for_arguments(op, stack, [&widest](const at::Tensor &t) {
+        if (can_cast(t)) {
+            widest = t.scalar_type() == at::kFloat ? at::kFloat : widest;
+        }
+        return t;
+    });
+    call_with(op, stack, widest);
+}
+
+const char *const LOWER[] = {
+    "matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "chain_matmul", "linear", "linalg_vecdot",
+    "linalg_multi_dot", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
+    "conv_transpose3d.input", "convolution", "prelu", "scaled_dot_product_attention",
+};
+const char *const FLOAT32[] = {
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "group_norm", "norm.Scalar", "norm.ScalarOpt_dim", "nuclear_norm", "cosine_similarity", "poisson_nll_loss",
+    "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
+    "logsumexp", "upsample_nearest1d", "softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList",
+    "prod",
+};
+const char *const WIDEST[] = {
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add", "cat", "stack",
+};
+
+}  /* namespace */
+
+}  /* namespace virtual_device */
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m)
+{
+    using namespace virtual_device;
+    using torch::CppFunction;
+
+    for (const char *name : LOWER) {
+        m.impl(name, CppFunction::makeFromBoxedFunction<&in_lower_precision>());
+    }
+    for (const char *name : FLOAT32) {
+        m.impl(name, CppFunction::makeFromBoxedFunction<&in_float32>());
+    }
+    for (const char *name : WIDEST) {
+        m.impl(name, CppFunction::makeFromBoxedFunction<&promoted>());
+    }
+}
