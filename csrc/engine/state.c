@@ -1,6 +1,8 @@
 /* state.c: what one import of gradckpt._C holds. */
 #include "engine/state.h"
 
+#include "torch/ops.h"
+
 gck_state *gck_state_of(PyObject *module) { return PyModule_GetState(module); }
 
 int gck_state_traverse(gck_state *state, visitproc visit, void *arg)
@@ -81,4 +83,23 @@ void gck_count_live(gck_state *state, int64_t nbytes)
 
     s->live_bytes += nbytes;
     s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
+}
+
+PyObject *gck_add_device(PyObject *module, PyObject *capsule)
+{
+    gck_py *py = &gck_state_of(module)->py;
+    const gck_device_kind *kind = PyCapsule_GetPointer(capsule, "gck_device_kind");
+    PyObject *type = kind != NULL ? PyUnicode_FromString(kind->name) : NULL, *before = py->accelerator;
+
+    if (type == NULL) {
+        return NULL;
+    }
+    if (gck_ops_add(kind) != 0) {
+        Py_DECREF(type);
+        return PyErr_Format(PyExc_RuntimeError, "gradckpt: torch rejected the operators for %s, or it has two kinds of "
+                            "devices already", kind->name);
+    }
+    py->accelerator = type;
+    Py_DECREF(before);
+    Py_RETURN_NONE;
 }

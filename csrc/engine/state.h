@@ -138,6 +138,10 @@ typedef struct {
 
 gck_state *gck_state_of(PyObject *module);
 
+/* Python's add_device(): a kind of device that is torch's PrivateUse1, from now on the accelerator, by a capsule
+ * "gck_device_kind".  None. */
+PyObject *gck_add_device(PyObject *module, PyObject *capsule);
+
 int gck_state_traverse(gck_state *state, visitproc visit, void *arg);
 void gck_state_clear(gck_state *state);
 

@@ -434,16 +434,7 @@ const char *gck_ops_register(void)
     return refused;
 }
 
-PyObject *gck_add_device(PyObject *module, PyObject *capsule)
+int gck_ops_add(const gck_device_kind *kind)
 {
-    const gck_device_kind *kind = PyCapsule_GetPointer(capsule, "gck_device_kind");
-
-    (void)module;
-    if (kind == NULL) {
-        return NULL;
-    }
-    if (gck_device_kind_at(1) != kind && (gck_device_add(kind) < 0 || implement("PrivateUse1") != 0)) {
-        return PyErr_Format(PyExc_RuntimeError, "gradckpt: no room for another kind of device");
-    }
-    Py_RETURN_NONE;
+    return gck_device_kind_at(1) != kind && (gck_device_add(kind) < 0 || implement("PrivateUse1") != 0) ? -1 : 0;
 }

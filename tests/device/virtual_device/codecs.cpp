@@ -47,6 +47,7 @@ struct Job {
         for (int i = 0; i < n; i++) {
             gck_tensor &t = tensors[(size_t)i];
             t.data = writable(t.data);
+            t.device = gck_device_index(t.device);
             t.sizes = own(t.sizes, t.ndim), t.strides = own(t.strides, t.ndim), t.steps = own(t.steps, t.ndim);
             bytes[(size_t)i] = {writable(b[i].codes), b[i].scales != nullptr ? writable(b[i].scales) : nullptr};
             if (how != nullptr) {
@@ -83,7 +84,9 @@ gck_lengths lengths_of(const gck_codec *codec, const gck_tensor &x)
     const int64_t groups = (x.numel + GCK_GROUP - 1) / GCK_GROUP, row = gck_row(&x);
     const int64_t codes = size.value * x.numel + size.group * groups + size.block * ((x.numel + GCK_BLOCK - 1) / GCK_BLOCK);
 
-    return {x.room != 0 ? x.room : codes, size.scales * groups + (row > 0 ? size.row * (x.numel / row) : 0)};
+    const int64_t scales = size.scales * groups + (row > 0 ? size.row * (x.numel / row) : 0);
+
+    return {x.room != 0 ? x.room - scales : codes, scales};
 }
 
 void use(const Operation &op, const gck_codec *codec, const gck_tensor &x, const gck_bytes &b, bool encodes,
@@ -140,10 +143,10 @@ int launch(const gck_codec *codec, const gck_tensor *x, const gck_bytes *b, cons
 {
     find_place();
     Lock lock;
-    Stream *s = x->stream != nullptr ? (Stream *)x->stream : current_stream(x->device);
+    Stream *s = x->stream != nullptr ? (Stream *)x->stream : current_stream(gck_device_index(x->device));
     std::vector<Range> ranges;
 
-    if (s->device != x->device) {
+    if (s->device != gck_device_index(x->device)) {
         return 400;                           /* cudaErrorInvalidResourceHandle */
     }
     for (int i = 0; i < n; i++) {
@@ -190,6 +193,15 @@ int stream(int index, void **s)
     return 0;
 }
 
+int set_stream(int index, void *s, void **before)
+{
+    Lock lock;
+
+    *before = current_stream(index);
+    this_thread().current[index] = (Stream *)s;
+    return 0;
+}
+
 int is_captured(int, void *s, int *captured)
 {
     Lock lock;
@@ -207,7 +219,10 @@ const char *error(int status)
 }
 
 enum { DLPACK_EXTENSION = 12 };               /* kDLExtDev: what torch calls PrivateUse1 */
-const gck_device_kind kind = {"virtual", DLPACK_EXTENSION, check, stream, is_captured, encode, decode, words_for, error};
+const gck_device_kind kind = {
+    .name = "virtual", .dlpack = DLPACK_EXTENSION, .check = check, .stream = stream, .set_stream = set_stream,
+    .is_captured = is_captured, .encode = encode, .decode = decode, .words = words_for, .error = error,
+};
 
 }  /* namespace */
 
