@@ -250,6 +250,9 @@ typedef struct {
     /* n tensors of one device and stream, none of them empty: as the codec's own. */
     int       (*encode)(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n);
     int       (*decode)(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n);
+    /* Queue a comparison of two payloads of one codec: the word becomes GCK_OVERFLOW_NONE (they are equal) or
+     * GCK_OVERFLOW_FOUND.  NULL: none. */
+    int       (*compare)(int index, void *stream, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word);
     /* Memory for n words that the host and all devices of the kind can write; never freed.  NULL: none. */
     uint32_t *(*words)(int index, int n);
     /* A sentence about a status > 0, borrowed; NULL: none is known. */

@@ -22,6 +22,7 @@ if OUTCOMES:
     import virtual_device
 
     virtual_device.load()
+    virtual_device.introduce()
 
     def pytest_runtest_logreport(report):
         if report.when == "call" or report.outcome != "passed":

@@ -24,6 +24,8 @@ import codec_library
 import torch
 from checkout import CODEC, CSRC, EMULATION, ROOT, TESTS
 
+import gradckpt
+
 SOURCES = TESTS / "device" / "virtual_device"
 NAME = "virtual"
 CAPACITY = 8 << 30
@@ -197,6 +199,18 @@ def device_kind():
 def load_kernels():
     """Build and load the emulated kernels of the codecs."""
     _call("virtual_load_kernels", str(build_kernels()).encode(), 0)
+
+
+def introduce():
+    """Make the device one of gradckpt's, with the emulated kernels."""
+    load_kernels()
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    gradckpt._C.add_device(make(device_kind(), _CAPSULE, None))
+
+
+#: A capsule keeps the address of its name.
+_CAPSULE = ctypes.c_char_p(b"gck_device_kind")
 
 
 def use_host_codecs(on):

@@ -11,6 +11,7 @@ extern "C" {
 /* Members of gck_device_kind. */
 int       gck_is_captured_cuda(int index, void *stream, int *captured);
 uint32_t *gck_words_cuda(int index, int n);
+int       gck_compare_cuda(int index, void *stream, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word);
 
 #ifdef __cplusplus
 }

@@ -32,6 +32,7 @@ static int decode_cuda(const gck_codec *codec, const gck_bytes *from, const gck_
 
 #define gck_is_captured_cuda NULL
 #define gck_words_cuda NULL
+#define gck_compare_cuda NULL
 
 const char *gck_cuda_archs(void) { return ""; }
 
@@ -49,6 +50,7 @@ static const gck_device_kind cuda = {
     .is_captured = gck_is_captured_cuda,
     .encode = encode_cuda,
     .decode = decode_cuda,
+    .compare = gck_compare_cuda,
     .words = gck_words_cuda,
 };
 

@@ -3,6 +3,7 @@
 
 #include "torch/calls.h"
 #include "torch/paper.h"
+#include "torch/stream.h"
 #include "torch/tensor.h"
 #include "engine/payload/payload_decode.h"
 #include "engine/payload/payload_overflow.h"
@@ -121,7 +122,8 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
 static gck_payload *accept(gck_payload *self, gck_payload *first)
 {
     gck_stats *s = &self->state->stats;
-    const int same = first != NULL ? gck_sharing_proof(self, first) : 0;
+    const int late = self->device >= 0 && self->has_values;    /* the device will tell */
+    const int same = first != NULL && !late ? gck_sharing_proof(self, first) : 0;
 
     if (same < 0) {
         return NULL;
@@ -139,6 +141,12 @@ static gck_payload *accept(gck_payload *self, gck_payload *first)
     }
     count_use(self);
     return (gck_payload *)Py_NewRef((PyObject *)self);
+}
+
+/* Its bytes are those of the latest replay of a graph. */
+static int is_captured(const gck_payload *self)
+{
+    return self->device >= 0 && gck_stream_is_captured(self->device, self->stream);
 }
 
 int gck_payload_hand_over(gck_payload *self)
@@ -215,7 +223,9 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     }
     if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
         Py_CLEAR(result);
-    } else if (use == GCK_FOR_REGION && self->version >= 0) {
+    } else if (use == GCK_FOR_REGION && first != NULL && gck_payload_overflow_ask(self, first) < 0) {
+        Py_CLEAR(result);
+    } else if (use == GCK_FOR_REGION && self->version >= 0 && self->twin == NULL && !is_captured(self)) {
         gck_payload_remember(self);
     }
     if (result != NULL && self->overflow != NULL && gck_payload_overflow_bound(self) < 0) {
@@ -260,6 +270,7 @@ static void payload_dealloc(PyObject *op)
     gck_arrays_clear(&self->saved);
     Py_XDECREF(self->original);
     Py_XDECREF(self->kept);
+    Py_XDECREF((PyObject *)self->twin);
     gck_object_free(op);
 }
 

@@ -174,6 +174,9 @@ int gck_payload_arrays(gck_payload *self, gck_arrays *arrays)
     const gck_py *py = &self->state->py;
 
     *arrays = (gck_arrays){NULL, NULL};
+    if (self->merged) {
+        return gck_payload_arrays(self->twin, arrays);
+    }
     if (self->own.handle != NULL) {
         PyObject *parts[2];
         if (gck_fresh_parts(py, &self->own, self->lengths.codes, self->lengths.scales, parts) < 0) {

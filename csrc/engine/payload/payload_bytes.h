@@ -51,6 +51,8 @@ typedef struct gck_payload {
     uint32_t         late;         /* tests: the word that the device would write        */
     int              timed_out;    /* a wait for the flag timed out                      */
     int              overflowed;   /* the codec overflowed; buffer and saved may be NULL then */
+    struct gck_payload *twin;      /* owned: a payload that may have the same bytes, see payload_overflow.h; or NULL */
+    int              merged;       /* it has: then these are twin's                      */
     int              again;        /* it serves two arguments of one region              */
     PyObject        *kept;         /* the original itself, while the flag is pending and after an overflow */
     struct gck_payload *next_pending;

@@ -11,6 +11,7 @@
 enum {
     MOST_OPEN = 2,                 /* originals of a device that may be held until their results come ... */
     SMALL = 16 << 20,              /* ... and any number whose bytes together are fewer          */
+    MOST_TWINS = 1,                /* the same of payloads that may turn out to be another's     */
     /* Seconds.  A region may take ten; a device that stands still may wait for what this thread has yet to queue. */
     PATIENCE = 60,
     LONGEST = 600,                 /* where no other source has the values */
@@ -30,6 +31,21 @@ int gck_payload_overflow_begin(gck_payload *p)
 
 static void write_flag(gck_payload *p, uint32_t value) { *(volatile uint32_t *)p->overflow = value; }
 
+/* Its word is open. */
+static void wait_for(gck_payload *p)
+{
+    p->next_pending = p->state->pending;
+    p->state->pending = p;
+}
+
+/* No work will write its word. */
+static void cancel(gck_payload *p)
+{
+    write_flag(p, GCK_OVERFLOW_NONE);
+    gck_overflow_give(p->overflow);
+    p->overflow = NULL;
+}
+
 void gck_payload_overflow_encoded(gck_payload *p, PyObject *x, int status)
 {
     if (p->overflow == NULL) {
@@ -40,8 +56,7 @@ void gck_payload_overflow_encoded(gck_payload *p, PyObject *x, int status)
     }
     p->late |= status == 0 ? GCK_OVERFLOW_NONE : GCK_OVERFLOW_FOUND;
     p->kept = Py_NewRef(x);
-    p->next_pending = p->state->pending;
-    p->state->pending = p;
+    wait_for(p);
 }
 
 /* Take p off the list and give its word back. */
@@ -96,6 +111,71 @@ static void overflow(gck_payload *p)
     }
 }
 
+/* ---- twins ---- */
+
+static int compare(const gck_payload *self, gck_bytes mine, gck_bytes firsts)
+{
+    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(self->device));
+    int status;
+
+    Py_BEGIN_ALLOW_THREADS                       /* a launch may wait for room in a queue */
+    status = kind->compare(gck_device_index(self->device), self->stream, mine, firsts, self->lengths, self->overflow);
+    Py_END_ALLOW_THREADS
+    return status;
+}
+
+int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
+{
+    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(self->device));
+    gck_arrays arrays = gck_arrays_again(self->arrays), others = gck_arrays_again(first->arrays);
+    gck_bytes mine, firsts;
+    int status = 0;
+
+    if (kind->compare != NULL && self->overflow == NULL && self->nbytes == first->nbytes
+        && (self->overflow = gck_overflow_take(self->device)) != NULL) {
+        status = gck_payload_view(self, arrays, &mine) < 0 || gck_payload_view(first, others, &firsts) < 0 ? -1 : 0;
+        if (status == 0 && compare(self, mine, firsts) == GCK_OK) {
+            self->twin = (gck_payload *)Py_NewRef((PyObject *)first);
+            wait_for(self);
+        } else {
+            cancel(self);
+        }
+    }
+    gck_arrays_clear(&arrays);
+    gck_arrays_clear(&others);
+    return status;
+}
+
+/* The answer came. */
+static void settle_twin(gck_payload *self, int equal)
+{
+    gck_stats *s = &self->state->stats;
+    gck_payload *first = self->twin;
+
+    if (!equal) {                                /* written to since, where no version tells */
+        self->twin = NULL;
+        gck_payload_forget(first);
+        if (self->version >= 0) {
+            gck_payload_remember(self);
+        }
+        Py_DECREF((PyObject *)first);
+        return;
+    }
+    self->merged = 1;
+    gck_payload_uncount(self);
+    if (self->epoch == self->state->epoch) {     /* else reset_stats() has dropped it */
+        s->shared += self->fresh;
+        s->encoded -= self->fresh;
+        s->codecs[gck_codec_index(self->codec)] -= self->fresh;
+        s->bytes_in -= self->fresh ? self->bytes_in : 0;
+        s->bytes_out -= self->fresh ? self->nbytes : 0;
+        self->fresh = 0;
+    }
+    gck_arrays_clear(&self->arrays);
+}
+
+/* ---- answers ---- */
+
 /* 1 when p's flag was written: p is no longer in the list, and may be freed. */
 static int settle(gck_payload *p)
 {
@@ -106,6 +186,11 @@ static int settle(gck_payload *p)
     }
     Py_INCREF((PyObject *)p);                    /* releasing references may run Python */
     leave(p);
+    if (p->twin != NULL) {
+        settle_twin(p, gck_overflow_answer(flag) == GCK_OVERFLOW_NONE);
+        Py_DECREF((PyObject *)p);
+        return 1;
+    }
     gck_payload_room_learn(p, gck_overflow_part(flag));
     if (gck_overflow_answer(flag) == GCK_OVERFLOW_FOUND) {
         overflow(p);
@@ -157,13 +242,14 @@ static gck_payload *oldest_of_too_many(const gck_payload *newest)
     int open = 0;
 
     for (gck_payload *p = newest->state->pending; p != NULL; p = p->next_pending) {
-        if (p->device == newest->device && p->counted && !p->timed_out) {
+        if (p->device == newest->device && p->counted && !p->timed_out
+            && (p->twin != NULL) == (newest->twin != NULL)) {
             oldest = p;
             open++;
-            bytes += p->bytes_in;
+            bytes += p->twin != NULL ? p->nbytes : p->bytes_in;
         }
     }
-    return open > MOST_OPEN && bytes > SMALL ? oldest : NULL;
+    return open > (newest->twin != NULL ? MOST_TWINS : MOST_OPEN) && bytes > SMALL ? oldest : NULL;
 }
 
 int gck_payload_overflow_bound(gck_payload *newest)

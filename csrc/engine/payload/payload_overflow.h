@@ -1,9 +1,12 @@
-/* payload_overflow.h: payloads whose overflow a device has yet to report.
+/* payload_overflow.h: payloads of which a device has yet to report: did values overflow, is it another's twin?
  *
  * A kernel learns that some value overflows when it runs, and no thread waits for it.  So the
  * payload also holds the original until the device has written its overflow flag, which is read
  * whenever another payload is made, at a restore, and by stats().  No overflow releases the
  * original; an overflow keeps it, and restores use it.
+ *
+ * Sharing is proved as late: the second use of a tensor is encoded, and a kernel compares its bytes with those of
+ * the first.  If they are equal, the second payload drops its own and uses the first's.
  *
  * The CPU may be far ahead of the device.  To hold only a few originals, it then waits for the
  * oldest flag, without the GIL and with a timeout: the device's work may itself wait for something
@@ -24,6 +27,9 @@ void gck_payload_overflow_encoded(gck_payload *p, PyObject *x, int status);
 /* p, just encoded, is the newest.  Wait while too many originals of its device are held.  0, or -1
  * with an exception.  Other threads run meanwhile. */
 int gck_payload_overflow_bound(gck_payload *newest);
+
+/* self, encoded on a device, may have the bytes of `first`: ask, if the device can be asked.  0 or -1. */
+int gck_payload_overflow_ask(gck_payload *self, gck_payload *first);
 
 /* Act on every flag that was written. */
 void gck_payload_overflow_poll(gck_state *state);

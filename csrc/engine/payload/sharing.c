@@ -1,6 +1,7 @@
 /* sharing.c: finds the payload that another use of the same tensor may share. */
 #include "engine/payload/sharing.h"
 
+#include "torch/stream.h"
 #include "torch/tensor.h"
 #include "engine/payload/layout.h"
 
@@ -32,6 +33,13 @@ static int same_bytes(gck_bytes a, gck_bytes b, gck_lengths lengths)
         && (lengths.scales == 0 || memcmp(a.scales, b.scales, (size_t)lengths.scales) == 0);
 }
 
+/* Never across streams, never into a capture; and there is one late answer for each payload. */
+static int may_share(const gck_payload *p, const gck_tensor *view)
+{
+    return p->device < 0
+        || (p->stream == view->stream && !p->codec->may_overflow && !gck_stream_is_captured(p->device, p->stream));
+}
+
 /* Nothing in the loop runs Python, so entries are borrowed.  A dead original gives None. */
 gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, int exact,
                               gck_batch *batch)
@@ -43,7 +51,7 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
     for (int i = 0; seen >= 0 && i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
         if (p == NULL || p->codec != codec || p->stochastic != stochastic || (p->waits != NULL && p->waits != batch)
-            || p->device >= 0 || !gck_payload_has_bytes(p) || p->overflow != NULL
+            || !gck_payload_has_bytes(p) || p->overflow != NULL || !may_share(p, &in->view)
             || PyWeakref_GetObject(p->original) != in->x || p->version != in->version
             || p->requires_grad != in->requires_grad || p->leaf != in->leaf) {
             continue;

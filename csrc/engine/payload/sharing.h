@@ -2,8 +2,8 @@
  *
  * A tensor that is used again is encoded again, and equal bytes drop the second payload, because
  * the version of a tensor does not see writes through .data, numpy or DLPack.  So at most one
- * payload more is alive than is kept.  On a device the comparison would have to wait, so there each
- * use keeps a payload of its own. */
+ * payload more is alive than is kept.  On a device the comparison is queued, and its answer comes later
+ * (payload_overflow.h). */
 #ifndef GRADCKPT_SHARING_H
 #define GRADCKPT_SHARING_H
 

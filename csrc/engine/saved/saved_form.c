@@ -65,7 +65,8 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     gck_skip_reason skip = GCK_SKIP_OVERFLOW;
     int done = -1;
 
-    if (PyErr_Occurred() || (only_found && first == NULL)) {
+    if (PyErr_Occurred() || (only_found && (first == NULL || first->device >= 0))) {     /* a device proves it late */
+        Py_XDECREF((PyObject *)first);
         return PyErr_Occurred() ? -1 : 0;
     }
     /* A device may report overflow late, and until then the payload holds its original.  That must

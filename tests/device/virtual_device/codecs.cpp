@@ -179,6 +179,42 @@ int decode(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out,
     return launch(codec, out, from, nullptr, n, false);
 }
 
+typedef int compare_cuda(int index, void *stream, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word);
+
+int compare(int index, void *s, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word)
+{
+    find_place();
+    Lock lock;
+    Stream *on = (Stream *)s;
+    const gck_bytes here[2] = {{writable(a.codes), a.scales != nullptr ? writable(a.scales) : nullptr},
+                               {writable(b.codes), b.scales != nullptr ? writable(b.scales) : nullptr}};
+    std::vector<Range> ranges;
+    const int64_t codes[] = {lengths.codes}, scales[] = {lengths.scales}, step[] = {1};
+
+    if (on->device != index || on->capture != nullptr) {
+        return 400;
+    }
+    const Operation op = begin_operation(on, intern("compare"));
+    for (const gck_bytes &one : here) {
+        use_values(op, {one.codes, 1, 1, codes, step}, false, &ranges);
+        if (lengths.scales > 0) {
+            use_values(op, {one.scales, 1, 1, scales, step}, false, &ranges);
+        }
+    }
+    queue(on, [=]() {
+        if (host_codecs != nullptr) {
+            const bool same = memcmp(here[0].codes, here[1].codes, (size_t)lengths.codes) == 0
+                           && (lengths.scales == 0
+                               || memcmp(here[0].scales, here[1].scales, (size_t)lengths.scales) == 0);
+            *(volatile uint32_t *)word = same ? GCK_OVERFLOW_NONE : GCK_OVERFLOW_FOUND;
+        } else {
+            statuses += ((compare_cuda *)symbol(kernels, "gck_compare_cuda"))(0, nullptr, here[0], here[1], lengths, word)
+                     != GCK_OK;
+        }
+    });
+    return GCK_OK;
+}
+
 int check(int *driver, int *runtime)
 {
     *driver = *runtime = 13000;
@@ -221,7 +257,7 @@ const char *error(int status)
 enum { DLPACK_EXTENSION = 12 };               /* kDLExtDev: what torch calls PrivateUse1 */
 const gck_device_kind kind = {
     .name = "virtual", .dlpack = DLPACK_EXTENSION, .check = check, .stream = stream, .set_stream = set_stream,
-    .is_captured = is_captured, .encode = encode, .decode = decode, .words = words_for, .error = error,
+    .is_captured = is_captured, .encode = encode, .decode = decode, .compare = compare, .words = words_for, .error = error,
 };
 
 }  /* namespace */

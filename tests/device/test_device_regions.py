@@ -1,0 +1,341 @@
+"""Regions and saved tensors on a device: what the CPU does, on the streams of the tensors, without Python code."""
+
+import collections
+import contextlib
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+import virtual_device
+from torch import nn
+
+import gradckpt
+
+CODECS = [c for c in gradckpt.codecs.names() if "float32" in gradckpt.codecs.info(c)["dtypes"]]
+EXACT = [c for c in CODECS if gradckpt.codecs.info(c)["max_error"] == 0]
+
+
+def layers(device, n=4, dropout=0.1):
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(dropout)) for _ in range(n)]
+    return [layer.to(device) for layer in made]
+
+
+def gradients(call, device="virtual", dropout=0.1):
+    """Loss and gradients of four layers, on the host, each called by call(function, input)."""
+    torch.manual_seed(1)
+    torch.virtual.manual_seed_all(2)
+    made = layers(device, dropout=dropout)
+    h = torch.randn(32, 128).to(device).requires_grad_() * 1
+    for layer in made:
+        h = call(layer, h)
+    loss = h.square().mean()
+    loss.backward()
+    return torch.cat([loss.detach().flatten(), *(p.grad.flatten() for one in made for p in one.parameters())]).cpu()
+
+
+def plain(function, x):
+    return function(x)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_codecs_have_the_bytes_of_the_cpu(codec):
+    for dtype in gradckpt.codecs.info(codec)["dtypes"]:
+        if dtype == "bool":
+            continue
+        for shape in ((5, 100), (3, 128), (700,)):
+            host = torch.randn(shape).to(getattr(torch, dtype))
+            host = host.relu() * (torch.rand(shape) < 0.2) if "sparse" in codec else host
+            ours, theirs = gradckpt.codecs.encode(host.to("virtual"), codec), gradckpt.codecs.encode(host, codec)
+            torch.virtual.synchronize()
+            gradckpt.stats()  # looks at the answers: until then decode() returns the original
+            assert torch.equal(ours.decode().cpu(), theirs.decode()), (dtype, shape)
+            if ours.nbytes == theirs.nbytes and ours.codec == theirs.codec:  # on the CPU, others have a smaller form
+                assert torch.equal(ours.codes.cpu(), theirs.codes), (dtype, shape)
+                assert torch.equal(ours.scales.cpu(), theirs.scales), (dtype, shape)
+
+
+@pytest.mark.parametrize("codec", [None, *EXACT])
+def test_exact_regions(codec):
+    """Dropout draws from the device's generator: it stands again where it stood."""
+    want = gradients(plain)
+    assert torch.equal(gradients(lambda f, x: gradckpt.checkpoint(f, x, compress=codec)), want)
+    state = torch.virtual.default_generators[0].get_state()
+    gradients(plain)
+    assert torch.equal(torch.virtual.default_generators[0].get_state(), state)
+
+
+#: A device keeps what has too few zeros for sparse_int8.
+@pytest.mark.parametrize("codec", [c for c in CODECS if c not in (*EXACT, "sparse_int8")])
+def test_lossy_regions_err_as_on_the_cpu(codec):
+    def region(function, x):
+        return gradckpt.checkpoint(function, x, compress=codec)
+
+    errors = []
+    for device in ("cpu", "virtual"):
+        want, have = gradients(plain, device, 0.0), gradients(region, device, 0.0)
+        assert torch.equal(want[0], have[0])  # the loss
+        errors.append((have - want).norm() / want.norm())
+    assert 0 < errors[1] < 0.3
+    assert torch.allclose(errors[0], errors[1], rtol=1e-4)
+
+
+def test_saved_tensors():
+    def saved(codec):
+        with gradckpt.compress_saved(codec):
+            return gradients(plain, dropout=0.0)
+
+    want = gradients(plain, dropout=0.0)
+    assert torch.equal(saved("lossless"), want)
+    assert 0 < (saved("int8") - want).norm() / want.norm() < 0.05
+
+
+@pytest.mark.parametrize("policy", ["save_matmuls", "save_matmuls:int8", "save_attention"])
+def test_policies(policy):
+    want = gradients(plain)
+    have = gradients(lambda f, x: gradckpt.checkpoint(f, x, policy=policy))
+    assert torch.equal(have, want) or ("int8" in policy and (have - want).norm() / want.norm() < 0.05)
+
+
+def test_drop_in():
+    def torchs(function, x):
+        return torch_checkpoint.checkpoint(function, x, use_reentrant=False)
+
+    with gradckpt.patched("int8"):
+        have = gradients(torchs)
+    assert 0 < (have - gradients(torchs)).norm() / have.norm() < 0.05
+    compat = gradients(lambda f, x: gradckpt.compat.checkpoint(f, x, use_reentrant=False))
+    assert torch.equal(compat, gradients(torchs))
+
+
+def test_two_devices():
+    """A region on one, its input from the other; each generator stands where it stood."""
+    first, second = layers("virtual:0", 1)[0], layers("virtual:1", 1)[0]
+
+    def both(x):
+        return second(first(x).to("virtual:1"))
+
+    def run(call):
+        torch.virtual.manual_seed_all(5)
+        for p in (*first.parameters(), *second.parameters()):
+            p.grad = None
+        call(both, torch.ones(8, 128, device="virtual:0", requires_grad=True) * 1).square().sum().backward()
+        return [p.grad.cpu() for p in (*first.parameters(), *second.parameters())]
+
+    want = run(plain)
+    have = run(lambda f, x: gradckpt.checkpoint(lambda t, u: f(t), x, torch.ones(4, device="virtual:1")))
+    assert all(map(torch.equal, have, want))
+
+
+# ---- Python frames
+
+
+@contextlib.contextmanager
+def frames(seen):
+    """Names of functions of ours and of torch's that threads call which were profiled here."""
+
+    def note(frame, event, argument):
+        file = frame.f_code.co_filename
+        if event == "call" and ("/gradckpt/" in file.replace("\\", "/") or "/torch/" in file) and "/tests/" not in file:
+            seen.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        yield note
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_plain_regions_run_no_python(codec, autocast):
+    """The recompute runs on autograd's thread for the device, which is profiled from the first one on."""
+    inside, profile = [], []
+
+    def function(t):
+        if threading.current_thread() is not threading.main_thread():
+            sys.setprofile(profile[0])
+        return t.sin().exp()
+
+    cast = torch.autocast("virtual", torch.bfloat16) if autocast else contextlib.nullcontext()
+    seen = []
+    for _ in range(3):  # of the first backward the activity note, and of the first regions samples
+        x = torch.randn(64, 128, device="virtual", requires_grad=True) * 1
+        inside.clear()
+        with cast, frames(inside) as note:
+            profile[:] = [note]
+            y = gradckpt.checkpoint(function, x, compress=codec)
+        forward = [*inside]
+        inside.clear()
+        loss = y.sum()
+        torch.autograd.backward(loss)
+        seen = [forward, [name for name in inside if "step" not in name and "_now" not in name]]
+    assert seen == [[], []]
+
+
+# ---- sharing
+
+
+def used_again(n=6, write=None, codec="int8", device="virtual"):
+    """A tensor that is an argument of n regions: (payloads, shared, gradients)."""
+    torch.manual_seed(0)
+    gradckpt.stats.reset()
+    weights = [torch.randn(128, 128).to(device).requires_grad_() for _ in range(n)]
+    shared = torch.randn(64, 128).to(device).requires_grad_() * 1
+    h = shared
+    for i, weight in enumerate(weights):
+        if write is not None and i == n // 2:
+            write(shared)
+        h = gradckpt.checkpoint(lambda h, e, w=weight: torch.tanh(h @ w) + e, h, shared, compress=codec)
+    loss = h.square().mean()
+    torch.virtual.synchronize()
+    stats = gradckpt.stats()
+    loss.backward()
+    return stats["encoded"], stats["shared"], torch.cat([w.grad.flatten() for w in weights]).cpu()
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_a_tensor_that_is_used_again_has_one_payload(host):
+    virtual_device.use_host_codecs(host)
+    try:
+        encoded, shared, _ = used_again()
+    finally:
+        virtual_device.use_host_codecs(False)
+    assert (encoded, shared) == (6, 6)  # the layers' own inputs, of which the first is the shared one
+
+
+def test_writes_that_no_version_tells_end_the_sharing():
+    """The answer is "different": both payloads stay, and later uses share the second."""
+    want, have = (used_again(write=lambda x: x.data.mul_(1.5), device=d) for d in ("cpu", "virtual"))
+    assert have[:2] == want[:2] == (7, 5)
+    assert torch.allclose(have[2], want[2], atol=1e-6)
+
+
+def test_nothing_is_shared_across_streams():
+    gradckpt.stats.reset()
+    x = torch.randn(64, 128, device="virtual", requires_grad=True) * 1
+    side = torch.Stream(device="virtual")
+    side.wait_stream(torch.virtual.current_stream())
+    first = gradckpt.checkpoint(torch.sin, x, compress="int8")
+    with side:
+        second = gradckpt.checkpoint(torch.cos, x, compress="int8")
+    torch.virtual.current_stream().wait_stream(side)
+    torch.virtual.synchronize()
+    assert gradckpt.stats()["shared"] == 0
+    (first + second).sum().backward()
+
+
+def test_forward_waits_for_twins():
+    """A CPU that is far ahead holds one payload more, not one for each use."""
+    alive = collections.deque()
+    weights = [torch.randn(8, 8).to("virtual").requires_grad_() for _ in range(6)]
+    x = torch.randn(2 << 20, 8).to("virtual").requires_grad_() * 1  # int8: 16 MiB
+    torch.virtual.synchronize()
+    virtual_device.use_host_codecs(True)
+    try:
+        before = torch.virtual.memory_allocated()
+        done = threading.Event()
+
+        def drain():
+            while not done.wait(0.05):
+                torch.virtual.synchronize()
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        kept = [gradckpt.checkpoint(lambda e, w=w: (e[:4] @ w).sum(), x, compress="int8") for w in weights]
+        held = torch.virtual.memory_allocated() - before
+        done.set()
+        thread.join()
+    finally:
+        virtual_device.use_host_codecs(False)
+    assert held < 3.2 * (17 << 20)
+    alive.extend(weakref.ref(y) for y in kept)
+
+
+# ---- streams
+
+
+def test_saved_tensors_are_encoded_on_the_stream_on_which_they_were_saved():
+    """The block goes on with another stream before it knows what saves the tensors of the first."""
+    torch.manual_seed(0)
+    weight = torch.randn(256, 256).to("virtual").requires_grad_()
+    x = torch.randn(256, 256).to("virtual")
+
+    def run(codec):
+        weight.grad = None
+        side = torch.Stream(device="virtual")
+        hooks = gradckpt.compress_saved(codec) if codec else contextlib.nullcontext()
+        side.wait_stream(torch.virtual.current_stream())
+        with hooks:
+            with side:
+                h = x @ weight / 16
+                for _ in range(3):
+                    h = torch.nn.functional.gelu(h @ weight) / 16
+            other = x @ weight / 16
+            for _ in range(6):  # as many tensors as may wait
+                other = torch.nn.functional.gelu(other @ weight) / 16
+            torch.virtual.current_stream().wait_stream(side)
+            loss = h.square().mean() + other.square().mean()
+        loss.backward()
+        torch.virtual.synchronize()
+        return weight.grad.cpu()
+
+    want = run(None)
+    assert virtual_device.reports() == []
+    have = run("int8")
+    assert virtual_device.reports() == []
+    assert (have - want).norm() / want.norm() < 0.05
+
+
+def test_an_input_from_another_stream_outlives_its_encode():
+    """It dies right after the region's forward, on the stream where its memory came from."""
+    side = torch.Stream(device="virtual")
+    weight = torch.randn(512, 512).to("virtual").requires_grad_()
+    with side:
+        base = torch.ones(512, 512, device="virtual", requires_grad=True)
+        x = base * 3
+    torch.virtual.current_stream().wait_stream(side)
+    y = gradckpt.checkpoint(lambda t: t @ weight, x, compress="int8")
+    del x
+    with side:
+        junk = [torch.full((512, 512), 7.0, device="virtual") for _ in range(4)]
+    y.sum().backward()
+    torch.virtual.synchronize()
+    assert virtual_device.reports() == []
+    want = 3.0 * 512
+    assert torch.allclose(weight.grad.cpu(), torch.full((512, 512), want), rtol=0.01)
+    assert len(junk) == 4
+
+
+def test_backward_on_another_thread_and_stream():
+    made = layers("virtual", dropout=0.0)
+
+    def run(compress):
+        for layer in made:
+            layer.zero_grad()
+        h = torch.ones(16, 128, device="virtual", requires_grad=True) * 1
+        for layer in made:
+            h = gradckpt.checkpoint(layer, h, compress=compress) if compress != "plain" else layer(h)
+        loss, forward = h.square().sum(), torch.virtual.current_stream()
+
+        def backward():
+            side = torch.Stream(device="virtual")
+            side.wait_stream(forward)
+            with side:
+                loss.backward()
+            forward.wait_stream(side)
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        torch.virtual.synchronize()
+        return torch.cat([p.grad.flatten() for layer in made for p in layer.parameters()]).cpu()
+
+    want = run("plain")
+    assert torch.equal(run(None), want)
+    assert (run("int8") - want).norm() / want.norm() < 0.05
+    virtual_device.order_threads(False)
+    virtual_device.reports()
