@@ -219,7 +219,7 @@ void      gck_overflow_give(uint32_t *overflow);
  * launched, or never. */
 int       gck_overflow_is_captured(const uint32_t *overflow);
 
-/* A sentence without a final full stop; borrowed, valid for ever. */
+/* What a status means; borrowed until this thread asks again. */
 const char *gck_status_text(int status);
 
 /* The instruction set of the host codecs: "scalar", "avx2" or "avx512". */
@@ -268,6 +268,9 @@ const char *gck_cuda_archs(void);
  * GCK_E_DEVICE when this build has no CUDA; GCK_E_DRIVER when the driver is too old (or absent:
  * driver 0). */
 int gck_cuda_check(int *driver, int *runtime);
+/* What a status > 0 means, by CUDA's name and text, and what to do; as gck_status_text(). */
+const char *gck_cuda_error(int status);
+enum { GCK_CUDA_OUT_OF_MEMORY = 2 };         /* of these the one that is raised as torch.OutOfMemoryError */
 
 #ifdef __cplusplus
 }

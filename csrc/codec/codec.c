@@ -306,16 +306,22 @@ const char *gck_status_text(int status)
     case GCK_E_DITHER: return "this codec never rounds, so there is no stochastic rounding";
     case GCK_E_RANGE:  return "a number is too large or negative";
     case GCK_E_MEMORY: return "out of memory";
-    default:           return status > 0 ? "CUDA error" : "unknown status";
+    default:           return status > 0 ? gck_cuda_error(status) : "unknown status";
     }
 }
 
-#ifndef GCK_WITH_CUDA                         /* else driver.cu defines them */
+#ifndef GCK_WITH_CUDA                         /* else driver.cu and cuda_error.cu define them */
 const char *gck_cuda_archs(void) { return ""; }
 
 int gck_cuda_check(int *driver, int *runtime)
 {
     *driver = *runtime = 0;
     return GCK_E_DEVICE;
+}
+
+const char *gck_cuda_error(int status)
+{
+    (void)status;
+    return "an error of CUDA, which this build does not have";
 }
 #endif
