@@ -23,8 +23,8 @@ NOT_OF_CHECKPOINT = re.compile(
     r"|Trying to use a saved tensor that has been detached in-place.*"
 )
 
-#: A ValueError there is the parser's, which puts the program's name before it.
-PARSED = {ROOT / "gradckpt" / name for name in ("run.py", "_script.py")}
+#: A ValueError there is the parser's, which puts the program's name before it. So does setup.py.
+PARSED = {ROOT / "setup.py", *(ROOT / "gradckpt" / name for name in ("run.py", "_script.py"))}
 
 
 def template(node):
