@@ -246,10 +246,10 @@ class BuildExt(build_ext):
             raise CudaError("the kernels could not be linked") from error
 
     def compile_cuda(self, nvcc: str, sources: list[str]) -> tuple[list[str], list[str]]:
-        """Objects, and what is linked with them. The smallest source shows whether nvcc works."""
+        """Objects, and what is linked with them. That without kernels shows whether nvcc works."""
         links = [static_cudart(nvcc), "-lpthread", "-lrt"]
         archs, compress = cuda_archs(nvcc), compress_flags(nvcc)
-        first, *rest = sorted(sources, key=os.path.getsize)
+        first, *rest = sorted(sources, key=lambda source: os.path.basename(source) != "driver.cu")
         objects = [self.compile_cu(first, nvcc, archs, compress)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [pool.submit(self.compile_cu, s, nvcc, archs, compress) for s in rest]

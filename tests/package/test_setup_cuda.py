@@ -208,8 +208,6 @@ def build(setup_py, nvcc, tmp_path, monkeypatch):
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64" / "libcudart_static.a").touch()
     monkeypatch.chdir(tmp_path)
-    for size, name in enumerate(("a.cu", "b.cu", "c.cu")):
-        (tmp_path / name).write_text("x" * size)
     build = setup_py.BuildExt(Distribution())
     build.build_temp, build.compiler, build.fails, build.spawned = str(tmp_path), Compiler(), set(), []
     build.get_ext_fullpath = lambda name: str(tmp_path / "gradckpt" / "_C.so")
@@ -221,7 +219,7 @@ def build(setup_py, nvcc, tmp_path, monkeypatch):
 
     build.spawn = spawn
     build.run = lambda: build.build_extension(
-        setup_py.Extension("gradckpt._C", ["x.c", "a.cu", "b.cu", "c.cu", "y.c"], extra_compile_args=[])
+        setup_py.Extension("gradckpt._C", ["x.c", "a.cu", "cuda/driver.cu", "c.cu", "y.c"], extra_compile_args=[])
     )
     return build
 
@@ -236,16 +234,16 @@ def built_note(build):
 def test_toolkit_that_works(build, capsys):
     build.run()
     assert built_note(build) == ("CUDA codecs built in", True)
-    assert build.spawned[0] == "a.cu", "the smallest shows whether nvcc works"
-    assert sorted(build.spawned) == ["a.cu", "b.cu", "c.cu"]
+    assert build.spawned[0] == "cuda/driver.cu", "it has no kernels, and shows whether nvcc works"
+    assert sorted(build.spawned[1:]) == ["a.cu", "c.cu"]
     assert len(build.compiler.linked) == 1
     assert len(build.compiler.linked[0]) == 5
     assert capsys.readouterr().err == ""
 
 
 def no_object(build, tmp_path):
-    build.fails.add("a.cu")
-    return "nvcc 13.0 could not compile a.cu"
+    build.fails.add("cuda/driver.cu")
+    return "nvcc 13.0 could not compile driver.cu"
 
 
 def no_later_object(build, tmp_path):
@@ -268,6 +266,7 @@ def test_toolkit_that_does_not_work(build, tmp_path, monkeypatch, capsys, breaks
     """`auto` ends in a build for the CPU, which says why; with GRADCKPT_CUDA=1 it fails."""
     why = breaks(build, tmp_path)
     build.run()
+    assert len(build.spawned) == {no_object: 1, no_runtime: 0}.get(breaks, 3)
     assert built_note(build) == (f"built without CUDA: {why}", False)
     assert build.compiler.linked[-1] == ["x.c.o", "y.c.o"]
     assert capsys.readouterr().err == f"gradckpt: built without CUDA: {why}; the CPU codecs are complete\n"
