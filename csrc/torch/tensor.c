@@ -150,8 +150,8 @@ static int check_cuda(gck_py *py, const gck_codec *codec, int decode)
     }
     if (status == GCK_E_DRIVER && driver == 0) {
         PyErr_Format(PyExc_RuntimeError,
-                     "gradckpt: codec '%s' cannot run on CUDA: there is no driver for CUDA %d or later; install one, or "
-                     "pass compress=None", codec->name, runtime / 1000);
+                     "gradckpt: codec '%s' cannot run on CUDA: there is no driver for CUDA %d or later; install one, "
+                     "or pass compress=None", codec->name, runtime / 1000);
     } else if (status == GCK_E_DRIVER) {
         PyErr_Format(PyExc_RuntimeError,
                      "gradckpt: codec '%s' cannot run on CUDA: the driver supports CUDA %d.%d, gradckpt needs %d.0; "

@@ -100,7 +100,8 @@ def test_captured_work_keeps_its_word(device):
 
 
 def test_captures_take_all_words(fresh_device):
-    """4096 captured encodes keep theirs, and right answers; then there are none, which the caller counts."""
+    """4096 captured encodes keep theirs, and right answers; then there are none,
+    which the caller counts."""
     device = fresh_device()
     take, give = device.library.gck_overflow_take, device.library.gck_overflow_give
     words = [take(0) for _ in range(4096)]

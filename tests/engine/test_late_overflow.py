@@ -485,20 +485,6 @@ def test_payload_dies_first():
     gradckpt.stats()
 
 
-def test_no_word_is_left():
-    """Then the input is kept by reference: the overflow of its payload would never be reported."""
-    x = torch.randn(100, requires_grad=True) * 1
-    payloads = [gradckpt.codecs.encode(x, "lossless") for _ in range(4096)]
-    y = run(x)
-    assert compressed() == (0, 0, {SAID: 1})
-    assert torch.equal(gradient(y, x), gradient(x.sin(), x))
-    assert torch.equal(gradckpt.codecs.encode(x, "lossless").decode(), x)  # asked for by the user: without a word
-    _C.settle_overflow()
-    del payloads
-    run(x)
-    assert compressed()[0] == 1
-
-
 def test_encode_for_users():
     x = hostile().detach()
     payload = gradckpt.codecs.encode(x, "lossless")

@@ -108,12 +108,14 @@ static void advise(int status, char *advice, size_t size)
     }
 }
 
-extern "C" const char *gck_cuda_error(int status)
+extern "C" {
+
+const char *gck_cuda_error(int status)
 {
     static __thread char text[LENGTH];
     const char *name = cudaGetErrorName((cudaError_t)status);
 
-    if (status == GCK_CUDA_OUT_OF_MEMORY) {       /* with the words by which frameworks know it, to try a smaller batch */
+    if (status == GCK_CUDA_OUT_OF_MEMORY) {        /* its last words, by which frameworks know it */
         snprintf(text, sizeof text, "CUDA error %s; pass a smaller batch, as the device is out of memory.", name);
         return text;
     }
@@ -122,4 +124,6 @@ extern "C" const char *gck_cuda_error(int status)
     (void)cudaGetLastError();                      /* of these questions */
     snprintf(text, sizeof text, "CUDA error %s: %s%s", name, cudaGetErrorString((cudaError_t)status), advice);
     return text;
+}
+
 }
