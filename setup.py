@@ -68,10 +68,9 @@ NVCC_FLAGS = [
 ]  # fmt: skip
 
 
-#: One binary for every architecture: 11 MB of objects become 1 MB.  Only drivers of CUDA 12.4 and
-#: later load them, so nvcc 12.8 and 12.9, which have the option, too, build for all drivers of 12.
-COMPRESS_FLAGS = ["--compress-mode=size"]
-COMPRESSING_NVCC = 13
+#: Of int6, 13 MB for six architectures become 5 MB, or 1.8 MB where only drivers of CUDA 12.4 and
+#: later need to load them: of 12, nvcc 12.8 and 12.9 have that option, too.
+COMPRESS_FLAGS = {12: ["-Xfatbinary", "-compress-all"], 13: ["--compress-mode=size"]}
 
 
 class CudaError(Exception):
@@ -126,7 +125,7 @@ def reason_against(nvcc: str) -> str | None:
     version = version_of(nvcc)
     if version is None:
         return "nvcc does not tell its version"
-    return f"nvcc {version[0]}.{version[1]} is older than {least}" if version < LEAST_NVCC else None
+    return f"{name_of(nvcc)} is older than {least}" if version < LEAST_NVCC else None
 
 
 def version_of(nvcc: str) -> tuple[int, int] | None:
@@ -134,10 +133,14 @@ def version_of(nvcc: str) -> tuple[int, int] | None:
     return (int(said[1]), int(said[2])) if said else None
 
 
+def name_of(nvcc: str) -> str:
+    version = version_of(nvcc)
+    return f"nvcc {version[0]}.{version[1]}" if version else "nvcc"
+
+
 def compress_flags(nvcc: str) -> list[str]:
     version = version_of(nvcc)
-    can = "--compress-mode" in ask(nvcc, "--help")
-    return COMPRESS_FLAGS if can and version is not None and version[0] >= COMPRESSING_NVCC else []
+    return COMPRESS_FLAGS[12 if version is None or version[0] < 13 else 13]
 
 
 def known_archs(nvcc: str) -> set[str]:
@@ -222,7 +225,10 @@ class BuildExt(build_ext):
         nvcc, note = self.choose_cuda(cuda_sources)
         if nvcc is not None:
             try:
-                return self.build(ext, note, *self.compile_cuda(nvcc, cuda_sources))
+                archs, objects, links = self.compile_cuda(nvcc, cuda_sources)
+                self.build(ext, note, objects, links)
+                print(f"gradckpt: built with CUDA: {name_of(nvcc)} for {';'.join(archs)}", file=sys.stderr)
+                return
             except CudaError as error:
                 note = self.without_cuda(str(error))
         self.build(ext, note, [], [])
@@ -245,8 +251,11 @@ class BuildExt(build_ext):
                 raise
             raise CudaError("the kernels could not be linked") from error
 
-    def compile_cuda(self, nvcc: str, sources: list[str]) -> tuple[list[str], list[str]]:
-        """Objects, and what is linked with them. That without kernels shows whether nvcc works."""
+    def compile_cuda(self, nvcc: str, sources: list[str]) -> tuple[list[str], list[str], list[str]]:
+        """Architectures, objects, and what is linked with them.
+
+        The source without kernels comes first: it shows whether nvcc works.
+        """
         links = [static_cudart(nvcc), "-lpthread", "-lrt"]
         archs, compress = cuda_archs(nvcc), compress_flags(nvcc)
         first, *rest = sorted(sources, key=lambda source: os.path.basename(source) != "driver.cu")
@@ -254,7 +263,7 @@ class BuildExt(build_ext):
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [pool.submit(self.compile_cu, s, nvcc, archs, compress) for s in rest]
             try:
-                return objects + [job.result() for job in jobs], links
+                return archs, objects + [job.result() for job in jobs], links
             except CudaError:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -292,9 +301,7 @@ class BuildExt(build_ext):
         try:
             self.spawn([nvcc, "-c", source, "-o", out, "-Icsrc", define, *NVCC_FLAGS, *compress, *werror, *codes])
         except (CompileError, ExecError) as error:
-            version = version_of(nvcc)
-            numbers = " {}.{}".format(*version) if version else ""
-            raise CudaError(f"nvcc{numbers} could not compile {os.path.basename(source)}") from error
+            raise CudaError(f"{name_of(nvcc)} could not compile {os.path.basename(source)}") from error
         return out
 
 

@@ -18,6 +18,8 @@ import fresh_venv
 import make_release
 from commands import Failed, last_line
 
+WITH_CUDA = "built with CUDA: nvcc 12.4 for 7.5;8.0;8.6;8.9;9.0+PTX"
+
 
 @pytest.fixture
 def release(tmp_path, monkeypatch, capsys):
@@ -38,20 +40,39 @@ def release(tmp_path, monkeypatch, capsys):
         return status, {row[0]: row[1:] for row in rows[:-1]}, rows[-1][0]
 
     monkeypatch.setattr(distribution, "build_sdist", lambda out: file("gradckpt-9.tar.gz"))
-    monkeypatch.setattr(distribution, "build_wheel", lambda sdist, out: (file("gradckpt-9.whl"), "with CUDA codecs"))
+    monkeypatch.setattr(distribution, "build_wheel", lambda sdist, out: (file("gradckpt-9.whl"), WITH_CUDA))
     monkeypatch.setattr(distribution, "CHECKS", ())
     return run
 
 
 def test_files_alone(release):
     status, rows, counts = release()
-    assert (status, counts) == (0, "2 passed, 0 FAILED, 0 not checked")
-    assert rows["wheel"] == ["passed", "gradckpt-9.whl, 2 KiB; with CUDA codecs"]
+    assert (status, counts) == (0, "3 passed, 0 FAILED, 0 not checked")
+    assert rows["wheel"] == ["passed", f"gradckpt-9.whl, 2 KiB; {WITH_CUDA}"]
+    assert rows["drivers"] == ["passed", "525 and later"]
+
+
+@pytest.mark.parametrize(
+    ("note", "result", "words"),
+    [
+        ("built with CUDA: nvcc 13.0 for 8.0;9.0+PTX", "FAILED", "only drivers from 580 on load it; set CUDA_HOME"),
+        ("built without CUDA: nvcc not found; the CPU codecs are complete", "not checked", "nvcc not found"),
+    ],
+)
+def test_the_wheel_is_for_the_drivers_of_torch(release, tmp_path, note, result, words):
+    def build_wheel(sdist, out):
+        (tmp_path / "gradckpt-9.whl").write_bytes(b"x")
+        return tmp_path / "gradckpt-9.whl", note
+
+    status, rows, _ = release(build_wheel=build_wheel)
+    assert status == (result == "FAILED")
+    assert rows["drivers"][0] == result
+    assert words in rows["drivers"][1]
 
 
 def test_an_interpreter_that_is_not_here_is_not_checked_by_name(release):
     status, rows, counts = release("--pythons", "python3.99", "--torches", "2.11", "newest")
-    assert (status, counts) == (0, "2 passed, 0 FAILED, 2 not checked")
+    assert (status, counts) == (0, "3 passed, 0 FAILED, 2 not checked")
     for torch in ("2.11", "newest"):
         assert rows[f"python3.99, torch {torch}"] == ["not checked", "python3.99 is not on PATH"]
 
@@ -84,7 +105,7 @@ def test_a_torch_that_cannot_be_had_is_not_checked(release, tmp_path, monkeypatc
             (f"{index}/nowhere", f"{index}/nowhere (TORCH_INDEX) cannot be read: File not found"),
         ):
             status, rows, counts = release("--pythons", sys.executable, "--torches", "9999", "--torch-index", url)
-            assert (status, counts) == (0, "2 passed, 0 FAILED, 1 not checked")
+            assert (status, counts) == (0, "3 passed, 0 FAILED, 1 not checked")
             assert rows[f"{sys.executable}, torch 9999"] == ["not checked", expected]
         server.shutdown()
 
@@ -97,7 +118,7 @@ def test_what_fails_is_said_and_the_rest_is_checked(release, capsys):
         return f"{sdist.name} and {wheel.name}"
 
     status, rows, counts = release(CHECKS=(broken, fine))
-    assert (status, counts) == (1, "3 passed, 1 FAILED, 0 not checked")
+    assert (status, counts) == (1, "4 passed, 1 FAILED, 0 not checked")
     assert rows["broken"] == ["FAILED", "last"]
     assert rows["fine"] == ["passed", "gradckpt-9.tar.gz and gradckpt-9.whl"]
 
@@ -115,7 +136,7 @@ def test_without_a_wheel_nothing_passes(release):
         raise Failed("gcc was not found")
 
     status, rows, counts = release("--pythons", sys.executable, "--torches", "2.11", build_wheel=build_wheel)
-    assert (status, counts) == (1, "1 passed, 1 FAILED, 1 not checked")
+    assert (status, counts) == (1, "1 passed, 1 FAILED, 2 not checked")
     assert rows[f"{sys.executable}, torch 2.11"] == ["not checked", "there is no wheel"]
 
 

@@ -84,8 +84,9 @@ def test_flags_are_those_nvcc_has(setup_py, nvcc, version, compresses):
     path = nvcc(version, compresses)
     assert setup_py.reason_against(path) is None
     command = commands(setup_py, path)
-    # Of 12, drivers older than 550 would not load what is compressed.
+    # Of 12, drivers older than 550 would not load what is compressed by modes.
     assert ("--compress-mode=size" in command) == (version == "13.0")
+    assert ("-compress-all" in command) == (version != "13.0")
     known = {f"arch=compute_{n}" for n in KNOWN[version].split()}
     codes = [flag for flag in command if flag.startswith("arch=")]
     assert codes
@@ -238,7 +239,7 @@ def test_toolkit_that_works(build, capsys):
     assert sorted(build.spawned[1:]) == ["a.cu", "c.cu"]
     assert len(build.compiler.linked) == 1
     assert len(build.compiler.linked[0]) == 5
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == f"gradckpt: built with CUDA: nvcc 13.0 for {';'.join(DEFAULT)}\n"
 
 
 def no_object(build, tmp_path):
