@@ -70,7 +70,7 @@ NVCC_FLAGS = [
 
 #: Of int6, 13 MB for six architectures become 5 MB, or 1.8 MB where only drivers of CUDA 12.4 and
 #: later need to load them: of 12, nvcc 12.8 and 12.9 have that option, too.
-COMPRESS_FLAGS = {12: ["-Xfatbinary", "-compress-all"], 13: ["--compress-mode=size"]}
+COMPRESS_FLAGS = {12: ["-Xfatbin", "-compress-all"], 13: ["--compress-mode=size"]}
 
 
 class CudaError(Exception):

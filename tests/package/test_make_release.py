@@ -152,4 +152,5 @@ def test_the_reason_is_the_last_error():
     said = "ERROR: Could not find a version\nERROR: No matching distribution found\n[notice] A new release of pip\n"
     assert last_line(said) == "No matching distribution found"
     assert last_line("Traceback\nImportError: no torch\nSee numpy.org for help.\n") == "ImportError: no torch"
+    assert last_line("gradckpt: nvcc failed\nERROR Backend failed\n") == "gradckpt: nvcc failed"
     assert last_line("first\nlast\n\n") == "last"
