@@ -13,6 +13,7 @@ from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "release"))
 
+import cuda_toolkit
 import distribution
 import fresh_venv
 import make_release
@@ -138,6 +139,40 @@ def test_without_a_wheel_nothing_passes(release):
     status, rows, counts = release("--pythons", sys.executable, "--torches", "2.11", build_wheel=build_wheel)
     assert (status, counts) == (1, "1 passed, 1 FAILED, 2 not checked")
     assert rows[f"{sys.executable}, torch 2.11"] == ["not checked", "there is no wheel"]
+
+
+def test_toolkit_of_debians_and_pypis_parts(tmp_path, monkeypatch, capsys):
+    """What nvcc looks for, where it looks; a part that is missing is named."""
+    lacks = set()
+
+    def put(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    def run(command):
+        if command[0] == "dpkg-deb":
+            for there, names, _ in cuda_toolkit.PROGRAMS:
+                for name in set(names) - lacks:
+                    put(command[3] / there / (f"{name}/link.stub" if name == "crt" else name))
+        return "release 12.4"
+
+    def unpack(wheel, folder):
+        nvidia = folder / wheel / "nvidia"
+        put(nvidia / "cuda_nvcc" / "nvvm" / "libdevice" / "libdevice.10.bc")
+        for part in ("cuda_nvcc/include/crt/host_config.h", "cuda_runtime/include/cuda_runtime.h"):
+            put(nvidia / part)
+        put(nvidia / "cuda_runtime" / "lib" / "libcudart_static.a")
+        return nvidia
+
+    monkeypatch.setattr(cuda_toolkit, "run", run)
+    monkeypatch.setattr(cuda_toolkit, "unpack", unpack)
+    assert cuda_toolkit.main([str(tmp_path / "cuda"), "nvidia-cuda-toolkit.deb"]) == 0
+    made = {str(path.relative_to(tmp_path / "cuda")) for path in (tmp_path / "cuda").rglob("*") if path.is_file()}
+    assert made >= {"bin/nvcc", "bin/nvcc.profile", "bin/crt/link.stub", "bin/fatbinary", "nvvm/bin/cicc"}
+    assert made >= {"include/crt/host_config.h", "include/cuda_runtime.h", "lib64/libcudart_static.a"}
+    lacks.add("cicc")
+    assert cuda_toolkit.main([str(tmp_path / "less"), "nvidia-cuda-toolkit.deb"]) == 1
+    assert "cicc" in capsys.readouterr().err
 
 
 def test_what_is_tried_begins_with_the_least_that_is_promised():
