@@ -161,8 +161,8 @@ STICKY = {
 
 
 @contextlib.contextmanager
-def failing_launches(device, error, after=0):
-    """Launches fail with this error, after some that succeed."""
+def failing_launch(device, error, after=0):
+    """One launch fails with this error, after some that succeed."""
     with value_of(device, "emulated_launch_error", error), value_of(device, "emulated_good_launches", after):
         yield
 
@@ -178,7 +178,7 @@ def test_error_has_a_sentence_and_leaves_the_tensors(device, error):
     work = Work(device, "lossless")
     work.source[:] = 7
     before = work.source.copy()
-    with failing_launches(device, error):
+    with failing_launch(device, error):
         assert work.encode() == error
     check_sentence(device, error, SENTENCES[error])
     assert np.array_equal(work.source, before)
@@ -236,7 +236,7 @@ def test_out_of_memory_between_two_tensors(device):
     xs, payloads = [work.x for work in works], [work.payload for work in works]
     launches = device.integer("emulated_launches")
     count = launches.value
-    with failing_launches(device, NO_MEMORY, after=1):
+    with failing_launch(device, NO_MEMORY, after=1):
         assert device.encode_many("bf16", xs, payloads) == NO_MEMORY
     assert launches.value == count + 1
     assert all(np.array_equal(work.source, source) for work, source in zip(works, before, strict=True))
@@ -259,7 +259,7 @@ def test_out_of_memory_between_two_kernels(device, after):
     x.room = 2 * n
     launches = device.integer("emulated_launches")
     count = launches.value
-    with failing_launches(device, NO_MEMORY, after=after):
+    with failing_launch(device, NO_MEMORY, after=after):
         assert device.encode("sparse", x, payload) == NO_MEMORY
     assert launches.value == count + after
     assert np.array_equal(source, before)

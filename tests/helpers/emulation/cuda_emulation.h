@@ -449,8 +449,8 @@ __attribute__((weak, visibility("default"))) int emulated_launches = 0;
 __attribute__((weak, visibility("default"))) int emulated_launch_device = -1;
 __attribute__((weak, visibility("default"))) int emulated_last_error = 0;    /* until cudaGetLastError() takes it   */
 __attribute__((weak, visibility("default"))) int emulated_sticky_error = 0;  /* a kernel crashed: all calls say so  */
-__attribute__((weak, visibility("default"))) int emulated_launch_error = 0;  /* of the launches that fail ...      */
-__attribute__((weak, visibility("default"))) int emulated_good_launches = -1;  /* ... after this many; -1: none does */
+__attribute__((weak, visibility("default"))) int emulated_launch_error = 0;  /* of the one launch that fails ...    */
+__attribute__((weak, visibility("default"))) int emulated_good_launches = -1;  /* ... after so many; -1: none does  */
 __attribute__((weak, visibility("default"))) int emulated_lazy = 0;          /* kernels are loaded when launched    */
 __attribute__((weak, visibility("default"))) int emulated_capture = 0;       /* streams are being captured          */
 __attribute__((weak, visibility("default"))) int emulated_capture_mode = 0;  /* cudaStreamCaptureModeGlobal         */
@@ -479,11 +479,10 @@ static void launch(unsigned grid, unsigned threads, F f)
         return;
     }
     loaded = true;
-    if (emulated_good_launches == 0) {
+    if (emulated_good_launches >= 0 && emulated_good_launches-- == 0) {
         answer(emulated_launch_error);
         return;
     }
-    emulated_good_launches -= emulated_good_launches > 0;
     if (grid == 0 || threads == 0 || threads > MOST_THREADS || threads % LANES_OF_WARP != 0) {
         answer(9);                        /* cudaErrorInvalidConfiguration */
         return;
