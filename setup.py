@@ -1,9 +1,9 @@
 """Builds gradckpt._C: one cp311-abi3 extension from csrc/, without torch.
 
 Switches (environment):
-    GRADCKPT_CUDA=0|1|auto    leave CUDA out | fail without nvcc | use nvcc when found (default)
-    GRADCKPT_CUDA_ARCHS, TORCH_CUDA_ARCH_LIST
-                              e.g. "8.0;9.0;12.0+PTX"; the default covers sm_75 to sm_120
+    GRADCKPT_CUDA=0|1|auto    leave CUDA out | fail without it | use nvcc when it works (default)
+    GRADCKPT_CUDA_ARCHS       e.g. "8.0;9.0;12.0+PTX"; the default covers 7.5 and later
+    TORCH_CUDA_ARCH_LIST      the same in torch's words; what nvcc does not know is left out
     GRADCKPT_DEBUG=1          -O0 -g3, assertions on
     GRADCKPT_SANITIZE=address,undefined
                               instrument the C sources; run with the sanitizers preloaded
@@ -21,9 +21,31 @@ from pathlib import Path
 
 from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, ExecError, LinkError
 
 ROOT = Path(__file__).parent
-DEFAULT_ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"  # those that nvcc knows
+#: Those that nvcc knows.  Cards of 11.0, and later ones than 12, compile the PTX of 10.0.
+DEFAULT_ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0+PTX;12.0"
+LEAST_ARCH = (7, 5)
+#: What TORCH_CUDA_ARCH_LIST may name, as torch.utils.cpp_extension has it.
+NAMED_ARCHS = {
+    "kepler+tesla": "3.7",
+    "kepler": "3.5+PTX",
+    "maxwell+tegra": "5.3",
+    "maxwell": "5.0;5.2+PTX",
+    "pascal": "6.0;6.1+PTX",
+    "volta+tegra": "7.2",
+    "volta": "7.0+PTX",
+    "turing": "7.5+PTX",
+    "ampere+tegra": "8.7",
+    "ampere": "8.0;8.6+PTX",
+    "ada": "8.9+PTX",
+    "hopper": "9.0+PTX",
+    "blackwell+tegra": "11.0",
+    "blackwell": "10.0;10.3;12.0;12.1+PTX",
+}
+#: These mean the default here: of torch's own build; "native" needs torch to see the cards.
+DEFAULT_NAMES = {"all", "common", "auto", "native"}
 #: Commands that end in a compiled extension; ``sdist`` and ``egg_info`` work on any system.
 BUILDS = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "editable_wheel", "install"}
 LEAST_NVCC = (12, 1)  # the first whose PTX (8.1) has FP8 conversions for sm_89
@@ -46,9 +68,13 @@ NVCC_FLAGS = [
 ]  # fmt: skip
 
 
-# One binary for every architecture: 11 MB of objects become 1 MB.  nvcc 12.8 and later; drivers of
-# CUDA 12.4 and later load them, which csrc/codec/cuda/driver.cu is told.
-COMPRESS_FLAGS = ["--compress-mode=size", "-DGCK_CUDA_LEAST_DRIVER=12040"]
+#: Of int6, 13 MB for six architectures become 5 MB, or 1.8 MB where only drivers of CUDA 12.4 and
+#: later need to load them: of 12, nvcc 12.8 and 12.9 have that option, too.
+COMPRESS_FLAGS = {12: ["-Xfatbin", "-compress-all"], 13: ["--compress-mode=size"]}
+
+
+class CudaError(Exception):
+    """Why no kernels can be built, without a full stop."""
 
 
 def env_flag(name: str) -> bool:
@@ -82,7 +108,7 @@ def static_cudart(nvcc: str) -> str:
             path = Path(top.strip()) / folder / "libcudart_static.a"
             if path.exists():
                 return str(path)
-    sys.exit(f"gradckpt: libcudart_static.a not found beside {nvcc}; install it, or build with GRADCKPT_CUDA=0")
+    raise CudaError("libcudart_static.a not found beside nvcc")
 
 
 def ask(nvcc: str, question: str) -> str:
@@ -96,29 +122,93 @@ def ask(nvcc: str, question: str) -> str:
 def reason_against(nvcc: str) -> str | None:
     """Why this nvcc cannot build the kernels."""
     least = ".".join(map(str, LEAST_NVCC))
-    said = re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version"))
-    if said is None:
+    version = version_of(nvcc)
+    if version is None:
         return "nvcc does not tell its version"
-    return f"nvcc {said[1]}.{said[2]} is older than {least}" if (int(said[1]), int(said[2])) < LEAST_NVCC else None
+    return f"{name_of(nvcc)} is older than {least}" if version < LEAST_NVCC else None
+
+
+def version_of(nvcc: str) -> tuple[int, int] | None:
+    said = re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version"))
+    return (int(said[1]), int(said[2])) if said else None
+
+
+def name_of(nvcc: str) -> str:
+    version = version_of(nvcc)
+    return f"nvcc {version[0]}.{version[1]}" if version else "nvcc"
+
+
+def compress_flags(nvcc: str) -> list[str]:
+    version = version_of(nvcc)
+    return COMPRESS_FLAGS[12 if version is None or version[0] < 13 else 13]
+
+
+def known_archs(nvcc: str) -> set[str]:
+    """``{"75", "80", ...}``; empty when nvcc does not say."""
+    return set(re.findall(r"compute_(\w+)", ask(nvcc, "--list-gpu-arch")))
+
+
+def split_archs(text: str) -> list[str]:
+    return [arch for arch in re.split(r"[;,\s]+", text) if arch]
 
 
 def cuda_archs(nvcc: str) -> list[str]:
-    """What the environment asks for, or those of the default that this nvcc knows,
-    the last of them as PTX, too."""
-    asked = os.environ.get("GRADCKPT_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
-    known = re.findall(r"compute_(\w+)", ask(nvcc, "--list-gpu-arch"))
-    archs = []
-    for arch in re.split(r"[;,\s]+", asked or DEFAULT_ARCHS):
-        if arch and not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", arch):
-            sys.exit(f"gradckpt: cannot read CUDA architecture {arch!r}; expected something like 9.0 or 12.0+PTX")
-        if not arch or not known or re.sub(r"[^0-9]", "", arch) in known:
-            archs += [arch] if arch else []
-        elif asked:
-            sys.exit(f"gradckpt: this nvcc does not know compute capability {arch}; change GRADCKPT_CUDA_ARCHS, or "
-                     "use another toolkit")  # fmt: skip
-    if not asked and archs and not archs[-1].endswith("+PTX"):
+    """What the environment asks for, or those of the default that this nvcc knows, one of them as
+    PTX, too."""
+    known = known_archs(nvcc)
+    ours = split_archs(os.environ.get("GRADCKPT_CUDA_ARCHS", ""))
+    if ours:
+        return checked_archs(ours, known)
+    return torch_archs(os.environ.get("TORCH_CUDA_ARCH_LIST", ""), known) or default_archs(known)
+
+
+def default_archs(known: set[str]) -> list[str]:
+    archs = [arch for arch in split_archs(DEFAULT_ARCHS) if is_known(arch, known)]
+    if not archs:
+        raise CudaError("nvcc knows no compute capability of the default")
+    if not any(arch.endswith("+PTX") for arch in archs):
         archs[-1] += "+PTX"
     return archs
+
+
+def is_known(arch: str, known: set[str]) -> bool:
+    return not known or re.sub(r"[^0-9]", "", arch) in known
+
+
+def checked_archs(archs: list[str], known: set[str]) -> list[str]:
+    """Those of GRADCKPT_CUDA_ARCHS, or the build ends: they are meant for gradckpt alone."""
+    for arch in archs:
+        if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", arch):
+            sys.exit(f"gradckpt: cannot read CUDA architecture {arch!r}; expected something like 9.0 or 12.0+PTX")
+        if not is_known(arch, known):
+            sys.exit(f"gradckpt: this nvcc does not know compute capability {arch}; change GRADCKPT_CUDA_ARCHS, or "
+                     "use another toolkit")  # fmt: skip
+    return archs
+
+
+def torch_archs(text: str, known: set[str]) -> list[str]:
+    """Those of TORCH_CUDA_ARCH_LIST that this nvcc and gradckpt have; the others are named.
+
+    It is meant for torch's extensions, so nothing in it ends the build. Suffixes (9.0a) name
+    instructions that the kernels do not use.
+    """
+    archs: dict[str, bool] = {}  # with PTX?
+    left_out = []
+    for word in split_archs(text):
+        name = re.sub(r"(\+ptx)+$", "", word.lower())
+        named = default_archs(known) if name in DEFAULT_NAMES else split_archs(NAMED_ARCHS.get(name, name))
+        for arch in named:
+            number = re.fullmatch(r"(\d+)\.(\d)[a-z]?(\+PTX)?", arch)
+            if number and (int(number[1]), int(number[2])) >= LEAST_ARCH and is_known(f"{number[1]}{number[2]}", known):
+                capability = f"{number[1]}.{number[2]}"
+                archs[capability] = archs.get(capability, False) or name != word.lower() or bool(number[3])
+            else:
+                left_out.append(arch.removesuffix("+PTX"))
+    if left_out:
+        names, instead = ", ".join(left_out), "" if archs else "; the default is built"
+        print(f"gradckpt: left out of TORCH_CUDA_ARCH_LIST: {names} (below 7.5, or unknown to nvcc){instead}",
+              file=sys.stderr)  # fmt: skip
+    return [arch + "+PTX" * ptx for arch, ptx in archs.items()]
 
 
 def gencode(arch: str) -> list[str]:
@@ -132,27 +222,51 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         cuda_sources = [s for s in ext.sources if s.endswith(".cu")]
-        c_sources = [s for s in ext.sources if s.endswith(".c")]
         nvcc, note = self.choose_cuda(cuda_sources)
-        macros = list(ext.define_macros) + [("GCK_BUILD_NOTE", f'"{note}"')]
-        archs = cuda_archs(nvcc) if nvcc else []
-        compress = COMPRESS_FLAGS if nvcc and "--compress-mode" in ask(nvcc, "--help") else []
-        if nvcc:
-            macros.append(("GCK_WITH_CUDA", "1"))
+        if nvcc is not None:
+            try:
+                archs, objects, links = self.compile_cuda(nvcc, cuda_sources)
+                self.build(ext, note, objects, links)
+                print(f"gradckpt: built with CUDA: {name_of(nvcc)} for {';'.join(archs)}", file=sys.stderr)
+                return
+            except CudaError as error:
+                note = self.without_cuda(str(error))
+        self.build(ext, note, [], [])
 
+    def build(self, ext: Extension, note: str, cuda_objects: list[str], cuda_links: list[str]) -> None:
+        """Compile the C sources and link; CudaError when that is CUDA's fault."""
+        macros = [*ext.define_macros, ("GCK_BUILD_NOTE", f'"{note}"'), *[("GCK_WITH_CUDA", "1")] * bool(cuda_objects)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = [pool.submit(self.compile_c, s, ext, macros) for s in c_sources]
-            jobs += [pool.submit(self.compile_cu, s, nvcc, archs, compress) for s in cuda_sources if nvcc]
-            objects = [job.result() for job in jobs]
-
-        links = list(ext.extra_link_args)
-        if nvcc:
-            links += [static_cudart(nvcc), "-lpthread", "-lrt"]
+            objects = list(pool.map(lambda s: self.compile_c(s, ext, macros),
+                                    [s for s in ext.sources if s.endswith(".c")]))  # fmt: skip
         path = self.get_ext_fullpath(ext.name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         # The interpreter's own link line may carry a path of the machine that built it.
         self.compiler.linker_so = [f for f in self.compiler.linker_so if not f.startswith("-Wl,-rpath")]
-        self.compiler.link_shared_object(objects, path, extra_postargs=[*links, "-lm", "-ldl"])
+        links = [*ext.extra_link_args, *cuda_links, "-lm", "-ldl"]
+        try:
+            self.compiler.link_shared_object([*objects, *cuda_objects], path, extra_postargs=links)
+        except LinkError as error:
+            if not cuda_objects:
+                raise
+            raise CudaError("the kernels could not be linked") from error
+
+    def compile_cuda(self, nvcc: str, sources: list[str]) -> tuple[list[str], list[str], list[str]]:
+        """Architectures, objects, and what is linked with them.
+
+        The source without kernels comes first: it shows whether nvcc works.
+        """
+        links = [static_cudart(nvcc), "-lpthread", "-lrt"]
+        archs, compress = cuda_archs(nvcc), compress_flags(nvcc)
+        first, *rest = sorted(sources, key=lambda source: os.path.basename(source) != "driver.cu")
+        objects = [self.compile_cu(first, nvcc, archs, compress)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [pool.submit(self.compile_cu, s, nvcc, archs, compress) for s in rest]
+            try:
+                return archs, objects + [job.result() for job in jobs], links
+            except CudaError:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def choose_cuda(self, cuda_sources: list[str]) -> tuple[str | None, str]:
         wish = os.environ.get("GRADCKPT_CUDA", "auto")
@@ -162,11 +276,15 @@ class BuildExt(build_ext):
         against = reason_against(nvcc) if nvcc else "nvcc not found"
         if against is None:
             return nvcc, "CUDA codecs built in"
-        if wish == "1":
+        return None, self.without_cuda("GRADCKPT_CUDA=0" if wish == "0" else against)
+
+    def without_cuda(self, against: str) -> str:
+        """Say why the build is for the CPU alone, or end it if CUDA is a must."""
+        if os.environ.get("GRADCKPT_CUDA") == "1":
             sys.exit(f"gradckpt: GRADCKPT_CUDA=1 but {against}; set CUDA_HOME to a toolkit of CUDA 12.1 or later")
-        note = f"built without CUDA: {'GRADCKPT_CUDA=0' if wish == '0' else against}"
+        note = f"built without CUDA: {against}"
         print(f"gradckpt: {note}; the CPU codecs are complete", file=sys.stderr)
-        return None, note
+        return note
 
     def compile_c(self, source: str, ext: Extension, macros: list[tuple[str, str]]) -> str:
         flags = list(ext.extra_compile_args)
@@ -180,7 +298,10 @@ class BuildExt(build_ext):
         define = '-DGCK_CUDA_ARCHS="' + ";".join(archs) + '"'
         codes = [flag for arch in archs for flag in gencode(arch)]
         werror = ["-Werror", "all-warnings"] if env_flag("GRADCKPT_WERROR") else []
-        self.spawn([nvcc, "-c", source, "-o", out, "-Icsrc", define, *NVCC_FLAGS, *compress, *werror, *codes])
+        try:
+            self.spawn([nvcc, "-c", source, "-o", out, "-Icsrc", define, *NVCC_FLAGS, *compress, *werror, *codes])
+        except (CompileError, ExecError) as error:
+            raise CudaError(f"{name_of(nvcc)} could not compile {os.path.basename(source)}") from error
         return out
 
 

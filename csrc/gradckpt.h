@@ -223,7 +223,7 @@ int       gck_overflow_is_captured(const uint32_t *overflow);
  * graph are never used again, since it may run again and again.  GCK_OK or what asking the device said. */
 int gck_overflow_listen(const gck_tensor *x, const gck_how *how, int n);
 
-/* A sentence without a final full stop; borrowed, valid for ever. */
+/* What a status means; borrowed until this thread asks again. */
 const char *gck_status_text(int status);
 
 /* The instruction set of the host codecs: "scalar", "avx2" or "avx512". */
@@ -255,7 +255,7 @@ typedef struct {
     int       (*compare)(int index, void *stream, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word);
     /* Memory for n words that the host and all devices of the kind can write; never freed.  NULL: none. */
     uint32_t *(*words)(int index, int n);
-    /* A sentence about a status > 0, borrowed; NULL: none is known. */
+    /* A sentence about a status > 0, borrowed until this thread asks again. */
     const char *(*error)(int status);
 } gck_device_kind;
 
@@ -277,6 +277,9 @@ const char *gck_cuda_archs(void);
  * GCK_E_DEVICE when this build has no CUDA; GCK_E_DRIVER when the driver is too old (or absent:
  * driver 0). */
 int gck_cuda_check(int *driver, int *runtime);
+/* What a status > 0 means, by CUDA's name and text, and what to do; as gck_status_text(). */
+const char *gck_cuda_error(int status);
+enum { GCK_CUDA_OUT_OF_MEMORY = 2 };         /* of these the one that is raised as torch.OutOfMemoryError */
 
 #ifdef __cplusplus
 }

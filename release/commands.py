@@ -22,8 +22,9 @@ def run(command: Sequence[str | Path], *, cwd: Path | None = None, env: Mapping[
 
 
 def last_line(text: str) -> str:
-    """Return the line that says what was wrong: the last error of pip or Python,
-    else the last line."""
+    """Return the line that says what was wrong: setup.py's own, the last error of pip or Python,
+    or the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
     errors = [line.removeprefix("ERROR: ") for line in lines if re.match(r"ERROR: |[\w.]+(Error|Exception):", line)]
-    return (errors or lines)[-1]
+    ours = [line for line in lines if line.startswith("gradckpt: ")]
+    return (ours or errors or lines)[-1]

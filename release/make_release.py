@@ -9,6 +9,7 @@ change the exit status.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -62,10 +63,21 @@ def try_wheel(sdist: Path, wheel: Path, *, python: str, torch: str, index: str) 
     return fresh_venv.summary(said)
 
 
+def drivers(note: str) -> str:
+    """Check what setup.py said of nvcc: the wheel is for all drivers that torch's are for."""
+    nvcc = re.search(r"nvcc (\d+)\.\d+ for", note)
+    if nvcc is None:
+        raise fresh_venv.Unavailable(f"the wheel is {note}")
+    if int(nvcc[1]) != 12:
+        raise Failed(f"{note}: only drivers from 580 on load it; set CUDA_HOME to a toolkit of 12 (RELEASING.md)")
+    return "525 and later"
+
+
 def release(report: Report, out: Path, pythons: Sequence[str], torches: Sequence[str], index: str) -> None:
     """Build both files into ``out`` and check everything;
     what needs a file that is not there is not checked."""
     built: list[Path] = []
+    notes: list[str] = []
 
     def sdist() -> str:
         built.append(distribution.build_sdist(out))
@@ -76,6 +88,7 @@ def release(report: Report, out: Path, pythons: Sequence[str], torches: Sequence
             raise fresh_venv.Unavailable("there is no sdist")
         made, note = distribution.build_wheel(built[0], out)
         built.append(made)
+        notes.append(note)
         return f"{size(made)}; {note}"
 
     def with_files(function: Callable[..., str]) -> str:
@@ -85,6 +98,7 @@ def release(report: Report, out: Path, pythons: Sequence[str], torches: Sequence
 
     report.check("sdist", sdist)
     report.check("wheel", wheel)
+    report.check("drivers", partial(with_files, lambda *_: drivers(notes[0])))
     for look in distribution.CHECKS:
         report.check(look.__name__, partial(with_files, look))
     for python in pythons:

@@ -322,6 +322,6 @@ const char *gck_status_text(int status)
     case GCK_E_DITHER: return "this codec never rounds, so there is no stochastic rounding";
     case GCK_E_RANGE:  return "a number is too large or negative";
     case GCK_E_MEMORY: return "out of memory";
-    default:           return status > 0 ? "CUDA error" : "unknown status";
+    default:           return status > 0 ? gck_cuda_error(status) : "unknown status";
     }
 }

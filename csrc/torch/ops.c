@@ -279,7 +279,7 @@ static void run(job *w, int (*prepare)(job *, size_t))
             : gck_decode_many(w->codec, w->payloads, w->views, (int)w->n, gck_torch_parallel_for);
     }
     if (status != GCK_OK) {
-        refuse(w, "gradckpt: codec '%s': %s (status %d)", w->codec->name, gck_status_text(status), status);
+        refuse(w, "gradckpt: codec '%s': %s", w->codec->name, gck_status_text(status));
     }
 }
 

@@ -123,8 +123,22 @@ PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int6
     return empty(py, strides != NULL ? py->empty_strided : py->empty, args, gck_dtype_object(py, dtype), device);
 }
 
+/* Raise what a codec returned; -1. */
+static int raise_of(const gck_codec *codec, int decode, int status)
+{
+    PyObject *torch = status == GCK_CUDA_OUT_OF_MEMORY ? PyImport_ImportModule("torch") : NULL;
+    PyObject *class = torch != NULL ? PyObject_GetAttrString(torch, "OutOfMemoryError") : NULL;
+
+    PyErr_Clear();
+    PyErr_Format(class != NULL ? class : PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s", codec->name,
+                 decode ? "decode" : "encode", gck_status_text(status));
+    Py_XDECREF(class);
+    Py_XDECREF(torch);
+    return -1;
+}
+
 /* Check once, at the first tensor of a kind of device, that its driver supports the runtime we were built with. */
-static int check_device(gck_py *py, const gck_codec *codec, int kind)
+static int check_device(gck_py *py, const gck_codec *codec, int kind, int decode)
 {
     int driver, runtime;
     const int status = gck_device_kind_at(kind)->check(&driver, &runtime);
@@ -133,11 +147,18 @@ static int check_device(gck_py *py, const gck_codec *codec, int kind)
         py->checked |= 1u << kind;
         return 0;
     }
-    if (status == GCK_E_DRIVER) {
+    if (status > 0) {
+        return raise_of(codec, decode, status);
+    }
+    if (status == GCK_E_DRIVER && driver == 0) {
         PyErr_Format(PyExc_RuntimeError,
-                     "gradckpt: codec '%s' cannot run on CUDA: the driver supports CUDA %d.%d, gradckpt needs %d.%d; "
+                     "gradckpt: codec '%s' cannot run on CUDA: there is no driver for CUDA %d or later; install one, "
+                     "or pass compress=None", codec->name, runtime / 1000);
+    } else if (status == GCK_E_DRIVER) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "gradckpt: codec '%s' cannot run on CUDA: the driver supports CUDA %d.%d, gradckpt needs %d.0; "
                      "update the driver, or build gradckpt with an older toolkit",
-                     codec->name, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+                     codec->name, driver / 1000, driver % 1000 / 10, runtime / 1000);
     } else {
         PyErr_Format(PyExc_RuntimeError,
                      "gradckpt: codec '%s' has no CUDA kernels in this build; rebuild with nvcc and GRADCKPT_CUDA=1, "
@@ -156,7 +177,7 @@ static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gc
 
     for (int i = 0; i < n; i++) {
         const int kind = x[i].device >= 0 ? gck_device_kind_of(x[i].device) : -1;
-        if (kind >= 0 && !(py->checked & 1u << kind) && check_device(py, codec, kind) < 0) {
+        if (kind >= 0 && !(py->checked & 1u << kind) && check_device(py, codec, kind, decode) < 0) {
             return -1;
         }
         release |= x[i].device >= 0;
@@ -170,12 +191,7 @@ static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gc
     if (release) {
         PyEval_RestoreThread(others);
     }
-    if (status != GCK_OK && status != GCK_E_OVERFLOW) {
-        PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s (status %d)", codec->name,
-                     decode ? "decode" : "encode", gck_status_text(status), status);
-        return -1;
-    }
-    return status == GCK_E_OVERFLOW;
+    return status == GCK_OK || status == GCK_E_OVERFLOW ? status == GCK_E_OVERFLOW : raise_of(codec, decode, status);
 }
 
 int64_t gck_run_count(const gck_codec *codec, const gck_tensor *x)

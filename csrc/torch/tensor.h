@@ -13,6 +13,7 @@
     REASON(GCK_SKIP_DTYPE, "dtype the codec does not take")         \
     REASON(GCK_SKIP_FLOAT64, "float64, which no codec takes")       \
     REASON(GCK_SKIP_OVERFLOW, "values the codec cannot hold")       \
+    REASON(GCK_SKIP_FLAG, "no flag left to report overflow")        \
     REASON(GCK_SKIP_DENSE, "too few zeros for the codec")           \
     REASON(GCK_SKIP_SMALL, "smaller than min_numel")                \
     REASON(GCK_SKIP_EXACT, "backward needs it exactly")             \

@@ -189,6 +189,7 @@ _ADVICE = {
     "float64, which no codec takes": "train in float32 or bfloat16, or pass compress=None",
     "dtype the codec does not take": 'gradckpt.codecs.info(codec)["dtypes"] lists those that it takes',
     "values the codec cannot hold": "choose a codec that rounds, as int8",
+    "no flag left to report overflow": "capture fewer regions, or choose a codec that rounds, as int8",
     "too few zeros for the codec": 'choose another codec, as "lossless"',
     "device without kernels": "`gradckpt doctor` says what this build has",
     "backward needs it exactly": 'a codec that loses nothing, as "lossless", compresses it',

@@ -401,27 +401,18 @@ def test_device_is_put_back(kernels, reference):
     assert ctypes.c_int.in_dll(kernels, "emulated_launch_device").value == 1
 
 
-DRIVERS = {  # what setup.py says of the binaries: {(runtime, driver): status}
-    (): {
-        (13000, 0): E_DRIVER,
-        (13000, 12090): E_DRIVER,
-        **{(13000, driver): 0 for driver in (13000, 13020, 14000)},
-        **{(12060, driver): 0 for driver in (12000, 12030, 12060, 13000)},
-        (12060, 11080): E_DRIVER,
-    },
-    ("-DGCK_CUDA_LEAST_DRIVER=12040",): {  # compressed
-        **{(12080, driver): E_DRIVER for driver in (0, 11080, 12000, 12030)},
-        **{(12080, driver): 0 for driver in (12040, 12090, 13000)},
-        (13000, 12090): E_DRIVER,
-        (13000, 13000): 0,
-    },
+DRIVERS = {  # {(runtime, driver): status}
+    (13000, 0): E_DRIVER,
+    (13000, 12090): E_DRIVER,
+    **{(13000, driver): 0 for driver in (13000, 13020, 14000)},
+    **{(12090, driver): 0 for driver in (12000, 12030, 12060, 13000)},
+    (12090, 11080): E_DRIVER,
 }
 
 
-@pytest.mark.parametrize("binaries", DRIVERS)
-def test_driver_check(tmp_path, binaries):
-    kernels = build_kernels(tmp_path, 750, ["driver"], *binaries)
-    for (built_with, driver), status in DRIVERS[binaries].items():
+def test_driver_check(tmp_path):
+    kernels = build_kernels(tmp_path, 750, ["driver"])
+    for (built_with, driver), status in DRIVERS.items():
         ctypes.c_int.in_dll(kernels, "emulated_driver").value = driver
         ctypes.c_int.in_dll(kernels, "emulated_runtime").value = built_with
         seen, runtime = ctypes.c_int(-1), ctypes.c_int(-1)

@@ -37,6 +37,13 @@ def encode(device, codec, fits, word):
     return device.encode(codec, layout.tensor(source, 1), payload, word)
 
 
+def encode_small(device, fits, word):
+    layout = Layout(4, "float32")
+    source, payload = layout.memory(), aligned(nbytes("fp16", "float32", 4))
+    layout.values(source)[:] = 0x3F800000 if fits else 0x7F7FFFFF
+    return device.encode("fp16", layout.tensor(source, 1), payload, word)
+
+
 @pytest.mark.parametrize("codec", ["lossless", "bf16", "fp16"])
 def test_overflow_flags(device, codec):
     """One launch; the counters are back at 0 after it, for every result."""
@@ -90,6 +97,27 @@ def test_captured_work_keeps_its_word(device):
     for w in filter(None, rest):
         value_of(w).value = OVERFLOW_NONE
         give(w)
+
+
+def test_captures_take_all_words(fresh_device):
+    """4096 captured encodes keep theirs, and right answers; then there are none,
+    which the caller counts."""
+    device = fresh_device()
+    take, give = device.library.gck_overflow_take, device.library.gck_overflow_give
+    words = [take(0) for _ in range(4096)]
+    device.integer("emulated_capture").value = 1
+    for number, word in enumerate(words):
+        assert encode_small(device, number % 3 > 0, word) == 0
+        give(word)
+    assert [take(0) for _ in range(3)] == [None] * 3
+    device.integer("emulated_capture").value = 0
+    assert take(1) is None
+    for again in range(2):  # the graph runs again
+        assert [value_of(word).value for word in words[:6]] == [OVERFLOW_FOUND, OVERFLOW_NONE, OVERFLOW_NONE] * 2
+        for number, word in enumerate(words[:6]):
+            value_of(word).value = OVERFLOW_PENDING
+            assert encode_small(device, number % 3 > 0, word) == 0, again
+    assert take(-1) is not None, "the host's are others"
 
 
 def test_word_of_the_host_is_no_word_of_a_device(device):

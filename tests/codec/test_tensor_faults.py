@@ -9,14 +9,19 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 from checkout import CSRC, HELPERS
 
 INCLUDE = Path(sysconfig.get_path("include"))
-E_DEVICE, E_DRIVER, E_OVERFLOW, ILLEGAL_ADDRESS = -2, -3, -4, 700
+E_DEVICE, E_DRIVER, E_OVERFLOW, NO_MEMORY, ILLEGAL_ADDRESS = -2, -3, -4, 2, 700
 HOST, CUDA, METAL = 1, 2, 8  # of DLPack
-NO_DRIVER = (
+OLD_DRIVER = (
     "gradckpt: codec 'int8' cannot run on CUDA: the driver supports CUDA 12.2, gradckpt needs 13.0; update the "
     "driver, or build gradckpt with an older toolkit"
+)
+NO_DRIVER = (
+    "gradckpt: codec 'int8' cannot run on CUDA: there is no driver for CUDA 13 or later; install one, or pass "
+    "compress=None"
 )
 NO_KERNELS = "gradckpt: codec 'int8' has no CUDA kernels in this build"
 
@@ -54,14 +59,21 @@ def answer_of(tensors, name):
     return ctypes.c_int.in_dll(tensors, name).value
 
 
+def said_of(decode):
+    return f"gradckpt: codec 'int8' could not {'decode' if decode else 'encode'}: CUDA error cudaErrorX: why; do"
+
+
 @pytest.mark.parametrize("decode", [0, 1])
 class TestWork:
     @pytest.mark.parametrize(
-        ("status", "words"), [(E_DRIVER, NO_DRIVER), (E_DEVICE, NO_KERNELS)], ids=["driver", "kernels"]
+        ("status", "driver", "words"),
+        [(E_DRIVER, 12020, OLD_DRIVER), (E_DRIVER, 0, NO_DRIVER), (E_DEVICE, 0, NO_KERNELS), (3, 13000, None)],
+        ids=["old driver", "no driver", "kernels", "error"],
     )
-    def test_a_device_that_cannot_be_used(self, tensors, decode, status, words):
+    def test_a_device_that_cannot_be_used(self, tensors, decode, status, driver, words):
+        words = words or said_of(decode)
         with pytest.raises(RuntimeError, match=re.escape(words)):
-            tell(tensors, cuda_status=status).call_codec(decode, 0)
+            tell(tensors, cuda_status=status, driver=driver).call_codec(decode, 0)
         assert answer_of(tensors, "worked") == 0
 
     @pytest.mark.parametrize("device", [-1, 0])
@@ -70,9 +82,10 @@ class TestWork:
         assert answer_of(tensors, "worked") == 2
         assert answer_of(tensors, "asked") == (device >= 0), "once"
         assert tell(tensors, work_status=E_OVERFLOW).call_codec(decode, device) == 1
-        words = f"gradckpt: codec 'int8' could not {'decode' if decode else 'encode'}: CUDA error (status 700)"
-        with pytest.raises(RuntimeError, match=re.escape(words)):
-            tell(tensors, work_status=ILLEGAL_ADDRESS).call_codec(decode, device)
+        for error, raised in ((ILLEGAL_ADDRESS, RuntimeError), (NO_MEMORY, torch.OutOfMemoryError)):
+            with pytest.raises(RuntimeError, match=f"^{re.escape(said_of(decode))}$") as said:
+                tell(tensors, work_status=error).call_codec(decode, device)
+            assert said.type is raised
 
 
 class TestView:

@@ -1,4 +1,5 @@
-"""Regions and saved tensors on a device: what the CPU does, on the streams of the tensors, without Python code."""
+"""Regions and saved tensors on a device: what the CPU does, on the streams of the tensors, without
+Python code."""
 
 import collections
 import contextlib
@@ -152,7 +153,7 @@ def frames(seen):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("codec", [None, "int8"])
 def test_plain_regions_run_no_python(codec, autocast):
-    """The recompute runs on autograd's thread for the device, which is profiled from the first one on."""
+    """The recompute runs on autograd's thread for the device, profiled from the first one on."""
     inside, profile = [], []
 
     def function(t):

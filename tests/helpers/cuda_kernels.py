@@ -121,7 +121,16 @@ def build_kernels(out, arch, only=None, *defines):
     if gxx is None:
         pytest.skip("g++ not found: the CUDA emulation is C++")
     flags = [*GXX_FLAGS, *CHECKS.split(), f"-DEMULATED_ARCH={arch}", *defines]
-    others = {"lossless", "mask", "cast", "cuda_device", "sparse", "sparse_int8"}  # direct_kernels.py has those
+    others = {
+        "cuda_error",
+        "lossless",
+        "mask",
+        "cast",
+        "cuda_device",
+        "equal",
+        "sparse",
+        "sparse_int8",
+    }  # direct_kernels.py has those
     names = only or sorted({p.stem for p in CODEC.rglob("*.cu")} - others)
     compile_all([[gxx, *flags, "-c", source(f"{n}.cu"), "-o", out / f"{n}.o"] for n in names])
     compile_all([[gxx, "-shared", *CHECKS.split(), "-o", out / "kernels.so", *(out / f"{n}.o" for n in names), "-lm"]])

@@ -48,7 +48,7 @@ ISA_FLAGS = {"avx2": "-mavx2 -mfma -mf16c", "avx512": "-mavx2 -mfma -mf16c -DGCK
 CXX_FLAGS = shlex.split(
     f"""-x c++ -std=c++17 -O1 -fPIC -fno-exceptions -fno-rtti -ffp-contract=off -Wall -Wextra -Wno-unknown-pragmas
     -Wno-unused-function -fsanitize=undefined -fsanitize-undefined-trap-on-error -DGCK_EMULATE_CUDA
-    '-I{CSRC}' '-DGCK_CUDA_ARCHS="emulated"' -include '{EMULATION / "cuda_emulation.h"}'"""
+    '-I{CSRC}' '-DGCK_CUDA_ARCHS="8.0;9.0+PTX"' -include '{EMULATION / "cuda_emulation.h"}'"""
 )
 SHIM = """
 #include <string.h>
@@ -229,7 +229,18 @@ class DeviceKernels:
         gxx = shutil.which("g++")
         if gxx is None:
             pytest.skip("g++ not found: the CUDA emulation is C++")
-        names = ["cast", "mask", "lossless", "cuda_device", "driver", "raw", "sparse", "sparse_int8"]
+        names = [
+            "cast",
+            "mask",
+            "lossless",
+            "cuda_device",
+            "cuda_error",
+            "equal",
+            "driver",
+            "raw",
+            "sparse",
+            "sparse_int8",
+        ]
         flags = [*CXX_FLAGS, f"-DEMULATED_ARCH={arch}"]
         commands = [[gxx, *flags, "-c", source(f"{n}.cu"), "-o", folder / f"{n}.cu.o"] for n in names]
         c = [gxx.replace("g++", "gcc"), *C_FLAGS, "-DGCK_WITH_CUDA=1", f"-I{CSRC}", "-c"]
@@ -243,9 +254,17 @@ class DeviceKernels:
         self.library.gck_overflow_take.restype = ctypes.c_void_p
         self.library.gck_overflow_give.argtypes = [ctypes.c_void_p]
         self.library.gck_overflow_is_captured.argtypes = [ctypes.c_void_p]
+        self.library.gck_cuda_error.restype = ctypes.c_char_p
 
     def integer(self, name):
         return ctypes.c_int.in_dll(self.library, name)
+
+    def text_of(self, error):
+        return self.library.gck_cuda_error(error).decode()
+
+    def encode_many(self, codec, xs, payloads):
+        at = (Bytes * len(xs))(*(Bytes(payload.ctypes.data, None) for payload in payloads))
+        return getattr(self.library, f"gck_{codec}_encode_cuda")((Tensor * len(xs))(*xs), at, None, len(xs))
 
     def encode(self, codec, x, payload, overflow=None):
         payloads = (Bytes * 1)(Bytes(payload.ctypes.data, None))

@@ -26,6 +26,9 @@ NOT_OF_CHECKPOINT = re.compile(
 #: A ValueError there is the parser's, which puts the program's name before it.
 PARSED = {ROOT / "gradckpt" / name for name in ("run.py", "_script.py")}
 
+#: Of setup.py: the middle of a message.
+PARTS = {"CudaError"}
+
 
 def template(node):
     """A text of the source; not a text: …"""
@@ -52,7 +55,7 @@ def messages_of_python(tree):
     yield from (text for text in texts_of_python(tree) if text.startswith(PREFIX) and "%" not in text)
     for node in ast.walk(tree):
         call = node.exc if isinstance(node, ast.Raise) else node
-        if not isinstance(call, ast.Call) or not call.args:
+        if not isinstance(call, ast.Call) or not call.args or ast.unparse(call.func) in PARTS:
             continue
         if ast.unparse(call.func) in SAY:
             yield PREFIX + template(call.args[0])

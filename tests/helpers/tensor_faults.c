@@ -70,7 +70,7 @@ int gck_decode_many(const gck_codec *c, const gck_bytes *payloads, const gck_ten
     return (void)c, (void)payloads, (void)x, (void)n, (void)parallel, worked++, work_status;
 }
 
-const char *gck_status_text(int status) { return status > 0 ? "CUDA error" : "a reason"; }
+const char *gck_status_text(int status) { return status > 0 ? "CUDA error cudaErrorX: why; do" : "a reason"; }
 void gck_torch_parallel_for(int64_t begin, int64_t end, int64_t grain, gck_body *body, void *ctx)
 {
     (void)grain, body(begin, end, ctx);

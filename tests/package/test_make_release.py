@@ -13,10 +13,13 @@ from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "release"))
 
+import cuda_toolkit
 import distribution
 import fresh_venv
 import make_release
 from commands import Failed, last_line
+
+WITH_CUDA = "built with CUDA: nvcc 12.4 for 7.5;8.0;8.6;8.9;9.0+PTX"
 
 
 @pytest.fixture
@@ -38,20 +41,39 @@ def release(tmp_path, monkeypatch, capsys):
         return status, {row[0]: row[1:] for row in rows[:-1]}, rows[-1][0]
 
     monkeypatch.setattr(distribution, "build_sdist", lambda out: file("gradckpt-9.tar.gz"))
-    monkeypatch.setattr(distribution, "build_wheel", lambda sdist, out: (file("gradckpt-9.whl"), "with CUDA codecs"))
+    monkeypatch.setattr(distribution, "build_wheel", lambda sdist, out: (file("gradckpt-9.whl"), WITH_CUDA))
     monkeypatch.setattr(distribution, "CHECKS", ())
     return run
 
 
 def test_files_alone(release):
     status, rows, counts = release()
-    assert (status, counts) == (0, "2 passed, 0 FAILED, 0 not checked")
-    assert rows["wheel"] == ["passed", "gradckpt-9.whl, 2 KiB; with CUDA codecs"]
+    assert (status, counts) == (0, "3 passed, 0 FAILED, 0 not checked")
+    assert rows["wheel"] == ["passed", f"gradckpt-9.whl, 2 KiB; {WITH_CUDA}"]
+    assert rows["drivers"] == ["passed", "525 and later"]
+
+
+@pytest.mark.parametrize(
+    ("note", "result", "words"),
+    [
+        ("built with CUDA: nvcc 13.0 for 8.0;9.0+PTX", "FAILED", "only drivers from 580 on load it; set CUDA_HOME"),
+        ("built without CUDA: nvcc not found; the CPU codecs are complete", "not checked", "nvcc not found"),
+    ],
+)
+def test_the_wheel_is_for_the_drivers_of_torch(release, tmp_path, note, result, words):
+    def build_wheel(sdist, out):
+        (tmp_path / "gradckpt-9.whl").write_bytes(b"x")
+        return tmp_path / "gradckpt-9.whl", note
+
+    status, rows, _ = release(build_wheel=build_wheel)
+    assert status == (result == "FAILED")
+    assert rows["drivers"][0] == result
+    assert words in rows["drivers"][1]
 
 
 def test_an_interpreter_that_is_not_here_is_not_checked_by_name(release):
     status, rows, counts = release("--pythons", "python3.99", "--torches", "2.11", "newest")
-    assert (status, counts) == (0, "2 passed, 0 FAILED, 2 not checked")
+    assert (status, counts) == (0, "3 passed, 0 FAILED, 2 not checked")
     for torch in ("2.11", "newest"):
         assert rows[f"python3.99, torch {torch}"] == ["not checked", "python3.99 is not on PATH"]
 
@@ -84,7 +106,7 @@ def test_a_torch_that_cannot_be_had_is_not_checked(release, tmp_path, monkeypatc
             (f"{index}/nowhere", f"{index}/nowhere (TORCH_INDEX) cannot be read: File not found"),
         ):
             status, rows, counts = release("--pythons", sys.executable, "--torches", "9999", "--torch-index", url)
-            assert (status, counts) == (0, "2 passed, 0 FAILED, 1 not checked")
+            assert (status, counts) == (0, "3 passed, 0 FAILED, 1 not checked")
             assert rows[f"{sys.executable}, torch 9999"] == ["not checked", expected]
         server.shutdown()
 
@@ -97,7 +119,7 @@ def test_what_fails_is_said_and_the_rest_is_checked(release, capsys):
         return f"{sdist.name} and {wheel.name}"
 
     status, rows, counts = release(CHECKS=(broken, fine))
-    assert (status, counts) == (1, "3 passed, 1 FAILED, 0 not checked")
+    assert (status, counts) == (1, "4 passed, 1 FAILED, 0 not checked")
     assert rows["broken"] == ["FAILED", "last"]
     assert rows["fine"] == ["passed", "gradckpt-9.tar.gz and gradckpt-9.whl"]
 
@@ -115,8 +137,42 @@ def test_without_a_wheel_nothing_passes(release):
         raise Failed("gcc was not found")
 
     status, rows, counts = release("--pythons", sys.executable, "--torches", "2.11", build_wheel=build_wheel)
-    assert (status, counts) == (1, "1 passed, 1 FAILED, 1 not checked")
+    assert (status, counts) == (1, "1 passed, 1 FAILED, 2 not checked")
     assert rows[f"{sys.executable}, torch 2.11"] == ["not checked", "there is no wheel"]
+
+
+def test_toolkit_of_debians_and_pypis_parts(tmp_path, monkeypatch, capsys):
+    """What nvcc looks for, where it looks; a part that is missing is named."""
+    lacks = set()
+
+    def put(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    def run(command):
+        if command[0] == "dpkg-deb":
+            for there, names, _ in cuda_toolkit.PROGRAMS:
+                for name in set(names) - lacks:
+                    put(command[3] / there / (f"{name}/link.stub" if name == "crt" else name))
+        return "release 12.4"
+
+    def unpack(wheel, folder):
+        nvidia = folder / wheel / "nvidia"
+        put(nvidia / "cuda_nvcc" / "nvvm" / "libdevice" / "libdevice.10.bc")
+        for part in ("cuda_nvcc/include/crt/host_config.h", "cuda_runtime/include/cuda_runtime.h"):
+            put(nvidia / part)
+        put(nvidia / "cuda_runtime" / "lib" / "libcudart_static.a")
+        return nvidia
+
+    monkeypatch.setattr(cuda_toolkit, "run", run)
+    monkeypatch.setattr(cuda_toolkit, "unpack", unpack)
+    assert cuda_toolkit.main([str(tmp_path / "cuda"), "nvidia-cuda-toolkit.deb"]) == 0
+    made = {str(path.relative_to(tmp_path / "cuda")) for path in (tmp_path / "cuda").rglob("*") if path.is_file()}
+    assert made >= {"bin/nvcc", "bin/nvcc.profile", "bin/crt/link.stub", "bin/fatbinary", "nvvm/bin/cicc"}
+    assert made >= {"include/crt/host_config.h", "include/cuda_runtime.h", "lib64/libcudart_static.a"}
+    lacks.add("cicc")
+    assert cuda_toolkit.main([str(tmp_path / "less"), "nvidia-cuda-toolkit.deb"]) == 1
+    assert "cicc" in capsys.readouterr().err
 
 
 def test_what_is_tried_begins_with_the_least_that_is_promised():
@@ -131,4 +187,5 @@ def test_the_reason_is_the_last_error():
     said = "ERROR: Could not find a version\nERROR: No matching distribution found\n[notice] A new release of pip\n"
     assert last_line(said) == "No matching distribution found"
     assert last_line("Traceback\nImportError: no torch\nSee numpy.org for help.\n") == "ImportError: no torch"
+    assert last_line("gradckpt: nvcc failed\nERROR Backend failed\n") == "gradckpt: nvcc failed"
     assert last_line("first\nlast\n\n") == "last"

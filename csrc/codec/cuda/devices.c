@@ -41,6 +41,12 @@ int gck_cuda_check(int *driver, int *runtime)
     *driver = *runtime = 0;
     return GCK_E_DEVICE;
 }
+
+const char *gck_cuda_error(int status)
+{
+    (void)status;
+    return "an error of CUDA, which this build does not have";
+}
 #endif
 
 static const gck_device_kind cuda = {
@@ -52,6 +58,7 @@ static const gck_device_kind cuda = {
     .decode = decode_cuda,
     .compare = gck_compare_cuda,
     .words = gck_words_cuda,
+    .error = gck_cuda_error,
 };
 
 static const gck_device_kind *kinds[GCK_KINDS] = {&cuda};

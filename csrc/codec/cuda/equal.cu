@@ -34,7 +34,8 @@ GCK_LANE_FN bool differ(const pair &p, unsigned block)
 }
 
 static __global__ void __launch_bounds__(THREADS)
-equal_kernel(const __grid_constant__ pair codes, const __grid_constant__ pair scales, const __grid_constant__ listener to)
+equal_kernel(const __grid_constant__ pair codes, const __grid_constant__ pair scales,
+             const __grid_constant__ listener to)
 {
     const bool mine = blockIdx.x < codes.blocks ? differ(codes, blockIdx.x) : differ(scales, blockIdx.x - codes.blocks);
     const bool any = __syncthreads_or(mine) != 0;

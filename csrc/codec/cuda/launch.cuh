@@ -12,8 +12,16 @@
 
 #ifndef GCK_EMULATE_CUDA
 #include <cuda_runtime.h>
-#define GCK_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
+#define GCK_START(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
 #endif
+
+/* Nothing is queued behind a launch that failed. */
+#define GCK_LAUNCH(kernel, grid, block, stream, ...)                 \
+    do {                                                             \
+        if (cudaPeekAtLastError() == cudaSuccess) {                  \
+            GCK_START(kernel, grid, block, stream, __VA_ARGS__);     \
+        }                                                            \
+    } while (0)
 
 #include "codec/format/group.h"
 #include "codec/cuda/ptx.cuh"
@@ -196,17 +204,25 @@ static inline bool are_floats(const gck_tensor *t, int n)
  *
  * CUDA remembers an error until it is asked for the last one, from any cause: so it is asked on
  * every path, or the next good launch would answer for this one.  What others left there is raised
- * here, as torch's launches do. */
+ * here, as torch's launches do, and nothing is launched.
+ *
+ * CUDA loads a kernel at its first launch, which a capture in global mode forbids to every thread: so
+ * the mode of this thread is relaxed meanwhile. */
 template <typename F>
 static int launch_on(int device, F launch)
 {
-    int before = device, status = (int)cudaGetDevice(&before);
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    int before = device, status = (int)cudaPeekAtLastError();
 
+    if (status == GCK_OK) {
+        status = (int)cudaGetDevice(&before);
+    }
     if (status == GCK_OK && before != device) {
         status = (int)cudaSetDevice(device);
     }
-    if (status == GCK_OK) {
+    if (status == GCK_OK && (status = (int)cudaThreadExchangeStreamCaptureMode(&mode)) == GCK_OK) {
         status = launch();
+        (void)cudaThreadExchangeStreamCaptureMode(&mode);
     }
     const int back = before != device ? (int)cudaSetDevice(before) : GCK_OK;
     const int last = (int)cudaGetLastError();

@@ -1,6 +1,9 @@
 /* overflow.cuh: how the last block of a grid tells the host whether all of them could hold
  * their values.
  *
+ * The kernel that reports is the last launch of an encode: so a word is written if the encode returned
+ * GCK_OK, and else it is free at once.
+ *
  * One counter of finished blocks and one of refusals for each word: no two launches in
  * flight have the same.  The last block puts both back to 0, so there is no memset. */
 #ifndef GRADCKPT_OVERFLOW_CUH

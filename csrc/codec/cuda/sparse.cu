@@ -94,9 +94,12 @@ static int encode_as(const gck_tensor *t, void *payload, const gck_how *how)
         return status;
     }
     if (whole != 0) {
-        GCK_LAUNCH(sparse_whole_kernel, 1, 32, stream, to);
         const gck_bytes bytes = {payload, NULL};
-        return gck_raw_encode_cuda(t, &bytes, NULL, 1);
+        const int copied = gck_raw_encode_cuda(t, &bytes, NULL, 1);
+        if (copied == GCK_OK) {
+            GCK_LAUNCH(sparse_whole_kernel, 1, 32, stream, to);
+        }
+        return copied;
     }
     return with_view<T>(t, [=](const auto &x) { launch_encode<T>(x, parts, to, stream); });
 }

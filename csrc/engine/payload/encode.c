@@ -53,7 +53,11 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
 
     if (reason == GCK_COMPRESS) {
         payload = gck_payload_new(state, codec, &in, NULL, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL, &skip);
-        if (payload == NULL && skip != GCK_COMPRESS) {
+        if (payload == NULL && skip == GCK_SKIP_FLAG) {
+            PyErr_Format(PyExc_RuntimeError,
+                         "gradckpt: codec '%s' has no flag left in which a device reports overflow; encode outside of "
+                         "captures, or choose 'int8'", codec->name);
+        } else if (payload == NULL && skip != GCK_COMPRESS) {
             PyErr_Format(PyExc_ValueError, "gradckpt: codec '%s' cannot hold these values; choose another, as 'int8'",
                          codec->name);
         }

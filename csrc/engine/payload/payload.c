@@ -204,8 +204,8 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
         *skip = status > 0 ? GCK_SKIP_LAYOUT : dense ? GCK_SKIP_DENSE : GCK_COMPRESS;
         goto exit;
     }
-    if (gck_payload_overflow_begin(self) < 0 && use != GCK_FOR_USER) {
-        *skip = GCK_SKIP_OVERFLOW;               /* the overflow would not be reported: keep the original */
+    if (gck_payload_overflow_begin(self) < 0) {
+        *skip = GCK_SKIP_FLAG;                   /* the overflow would not be reported: keep the original */
         goto exit;
     }
     status = fill(self, in, first == NULL ? batch : NULL);

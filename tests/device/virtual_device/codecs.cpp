@@ -17,7 +17,7 @@ typedef int encode_many(const gck_codec *codec, const gck_tensor *x, const gck_b
 typedef int decode_many(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n,
                         gck_parallel_for *parallel);
 
-enum { BAD_ADDRESS = 700, WORDS = 4096 };     /* cudaErrorIllegalAddress; gck_overflow_flags_cuda()'s */
+enum { BAD_ADDRESS = 700, WORDS = 4096 };     /* cudaErrorIllegalAddress; GCK_OVERFLOW_FLAGS */
 
 void *kernels;                                /* the .cu files, as a library of the host   */
 void *host_codecs;                            /* csrc/codec; used instead, when it is given */

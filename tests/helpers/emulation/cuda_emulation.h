@@ -449,6 +449,11 @@ __attribute__((weak, visibility("default"))) int emulated_launches = 0;
 __attribute__((weak, visibility("default"))) int emulated_launch_device = -1;
 __attribute__((weak, visibility("default"))) int emulated_last_error = 0;    /* until cudaGetLastError() takes it   */
 __attribute__((weak, visibility("default"))) int emulated_sticky_error = 0;  /* a kernel crashed: all calls say so  */
+__attribute__((weak, visibility("default"))) int emulated_launch_error = 0;  /* of the one launch that fails ...    */
+__attribute__((weak, visibility("default"))) int emulated_good_launches = -1;  /* ... after so many; -1: none does  */
+__attribute__((weak, visibility("default"))) int emulated_lazy = 0;          /* kernels are loaded when launched    */
+__attribute__((weak, visibility("default"))) int emulated_capture = 0;       /* streams are being captured          */
+__attribute__((weak, visibility("default"))) int emulated_capture_mode = 0;  /* cudaStreamCaptureModeGlobal         */
 __attribute__((weak, visibility("default"))) unsigned emulated_first_block = 0;
 __attribute__((weak, visibility("default"))) unsigned emulated_last_block = 0xFFFFFFFFu;
 }
@@ -463,9 +468,21 @@ static inline int answer(int error)
     return error;
 }
 
+/* An F is a kernel: it is loaded at its first launch, which a capture in global mode forbids. */
 template <typename F>
 static void launch(unsigned grid, unsigned threads, F f)
 {
+    static bool loaded = false;
+
+    if (emulated_lazy && !loaded && emulated_capture && emulated_capture_mode == 0) {
+        answer(900);                      /* cudaErrorStreamCaptureUnsupported */
+        return;
+    }
+    loaded = true;
+    if (emulated_good_launches >= 0 && emulated_good_launches-- == 0) {
+        answer(emulated_launch_error);
+        return;
+    }
     if (grid == 0 || threads == 0 || threads > MOST_THREADS || threads % LANES_OF_WARP != 0) {
         answer(9);                        /* cudaErrorInvalidConfiguration */
         return;
@@ -492,7 +509,7 @@ static void launch(unsigned grid, unsigned threads, F f)
 #define blockDim (emulation::nthreads)
 #define gridDim (emulation::nblocks)
 
-#define GCK_LAUNCH(kernel, grid, threads, stream, ...) \
+#define GCK_START(kernel, grid, threads, stream, ...) \
     ((void)(stream), emulation::launch(grid, threads, [=]() { kernel(__VA_ARGS__); }))
 
 namespace emulation {
@@ -540,14 +557,15 @@ static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { (void)emulation::me
 typedef int cudaError_t;
 typedef void *cudaStream_t;
 typedef enum { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive } cudaStreamCaptureStatus;
+typedef enum { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 } cudaDeviceAttr;
 typedef enum { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed } cudaStreamCaptureMode;
 enum { cudaSuccess = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, EMULATED_DEVICES = 2 };
 
 /* Shared by the .cu files of one library; the test reads and writes them. */
 extern "C" {
-__attribute__((weak, visibility("default"))) int emulated_capture = 0;      /* streams are being captured      */
-__attribute__((weak, visibility("default"))) int emulated_host_allocs = 0;  /* < 0: the next ones fail         */
-__attribute__((weak, visibility("default"))) int emulated_capture_mode = cudaStreamCaptureModeGlobal;
+__attribute__((weak, visibility("default"))) int emulated_host_allocs = 0;  /* < 0: the next ones fail            */
+__attribute__((weak, visibility("default"))) int emulated_devices = EMULATED_DEVICES;
+__attribute__((weak, visibility("default"))) int emulated_capability[EMULATED_DEVICES] = {75, 90};  /* of each    */
 }
 
 static inline cudaError_t cudaGetDevice(int *device)
@@ -572,6 +590,73 @@ static inline cudaError_t cudaGetLastError(void)
 
     emulated_last_error = emulated_sticky_error;
     return error != 0 ? error : emulated_sticky_error;
+}
+
+static inline cudaError_t cudaPeekAtLastError(void)
+{
+    return emulated_last_error != 0 ? emulated_last_error : emulated_sticky_error;
+}
+
+/* Those that tests meet, as CUDA 13.0 has them. */
+static const struct { cudaError_t error; const char *name, *text; } emulated_errors[] = {
+    {1, "cudaErrorInvalidValue", "invalid argument"},
+    {2, "cudaErrorMemoryAllocation", "out of memory"},
+    {3, "cudaErrorInitializationError", "initialization error"},
+    {9, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
+    {35, "cudaErrorInsufficientDriver", "CUDA driver version is insufficient for CUDA runtime version"},
+    {98, "cudaErrorInvalidDeviceFunction", "invalid device function"},
+    {100, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
+    {101, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {209, "cudaErrorNoKernelImageForDevice", "no kernel image is available for execution on the device"},
+    {214, "cudaErrorECCUncorrectable", "uncorrectable ECC error encountered"},
+    {220, "cudaErrorNvlinkUncorrectable", "uncorrectable NVLink error detected during the execution"},
+    {222, "cudaErrorUnsupportedPtxVersion", "the provided PTX was compiled with an unsupported toolchain."},
+    {700, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
+    {702, "cudaErrorLaunchTimeout", "the launch timed out and was terminated"},
+    {710, "cudaErrorAssert", "device-side assert triggered"},
+    {714, "cudaErrorHardwareStackError", "hardware stack error"},
+    {715, "cudaErrorIllegalInstruction", "an illegal instruction was encountered"},
+    {716, "cudaErrorMisalignedAddress", "misaligned address"},
+    {717, "cudaErrorInvalidAddressSpace", "operation not supported on global/shared address space"},
+    {718, "cudaErrorInvalidPc", "invalid program counter"},
+    {719, "cudaErrorLaunchFailure", "unspecified launch failure"},
+    {803, "cudaErrorSystemDriverMismatch", "system has unsupported display driver / cuda driver combination"},
+    {900, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
+    {901, "cudaErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"},
+};
+
+static inline const char *cudaGetErrorName(cudaError_t error)
+{
+    for (const auto &one : emulated_errors) {
+        if (one.error == error) {
+            return one.name;
+        }
+    }
+    return "unrecognized error code";
+}
+
+static inline const char *cudaGetErrorString(cudaError_t error)
+{
+    for (const auto &one : emulated_errors) {
+        if (one.error == error) {
+            return one.text;
+        }
+    }
+    return "unrecognized error code";
+}
+
+static inline cudaError_t cudaGetDeviceCount(int *count)
+{
+    *count = emulated_devices;
+    return emulation::answer(emulated_devices > 0 ? cudaSuccess : 100);      /* cudaErrorNoDevice */
+}
+
+static inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device)
+{
+    const int capability = emulated_capability[device];
+
+    *value = attribute == cudaDevAttrComputeCapabilityMajor ? capability / 10 : capability % 10;
+    return emulation::answer(cudaSuccess);
 }
 
 static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status)
