@@ -6,8 +6,8 @@ Each stage runs in a process of its own with a time limit; one that fails or is 
 counted and named, and the next one runs. The folder gets results.json and results.md, the picture
 story.png, and a log of each stage. The exit status is 1 when a stage failed.
 
---device cpu --small rehearses the stages' code: tiny, and its figures mean nothing. --device virtual
-does so on the device of the tests.
+--device cpu --small rehearses the stages' code: tiny, and its figures mean nothing. --device
+virtual does so on the device of the tests.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 #: The most valuable first. Estimates: docs/performance.md has their sources.
 STAGES = (
     Stage("smoke", "every door and codec", 30, 90),
-    Stage("parity", "bytes of the kernels against the host's", 75, 120),
-    Stage("sanitize", "kernels under compute-sanitizer", 70, 150),
+    Stage("parity", "bytes of the kernels against the host's", 70, 80),
+    Stage("sanitize", "kernels under compute-sanitizer", 60, 150),
     Stage("streams", "streams, threads, captures, GradScaler", 20, 60),
-    Stage("kernels", "speed of the kernels beside a device copy", 55, 90),
-    Stage("host", "host cost of a region beside torch's", 20, 60),
-    Stage("neighbours", "libraries beside gradckpt", 50, 100),
-    Stage("story", "memory, time and error of each way to train", 125, 180),
-    Stage("fidelity", "update ratio and SQNR of each layer", 25, 60),
+    Stage("kernels", "speed of the kernels beside a device copy", 30, 90),
+    Stage("host", "host cost of a region beside torch's", 15, 45),
+    Stage("neighbours", "libraries beside gradckpt", 30, 90),
+    Stage("story", "memory, time and error of each way to train", 185, 230),
+    Stage("fidelity", "update ratio and SQNR of each layer", 20, 45),
 )
 SECONDS = 480.0
 #: Less than this is no time for a stage.

@@ -131,7 +131,7 @@ class Device:
     def delay(self) -> None:
         """Keep the current stream busy for some milliseconds, where the device can."""
         if self.missing("a delay on a stream") is None:
-            self.module._sleep(20_000_000)
+            self.module._sleep(50_000_000)
 
     def autocast(self) -> Any:
         return torch.autocast(self.kind, torch.bfloat16)
@@ -181,7 +181,7 @@ class Device:
 
     @contextlib.contextmanager
     def limited(self, limit: int) -> Iterator[None]:
-        """Let torch's allocator take no more bytes of the device than this."""
+        """Let torch's allocator take at most so many bytes of the device."""
         total = self.total()
         if total is None:
             raise RuntimeError(self.missing("a limit of its memory"))

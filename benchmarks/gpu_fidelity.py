@@ -8,6 +8,7 @@ each, so that the layers are not as they were drawn.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -88,7 +89,7 @@ def run(job: Job) -> None:
         f"{sizes.title}, {tokens:,} tokens: rho, and SQNR in dB of each layer's input",
         ["layer", "rho", *codecs, "lossless, bits a value"],
     )
-    for number, (x, y) in enumerate(zip(states, states[1:], strict=False)):
+    for number, (x, y) in enumerate(itertools.pairwise(states)):
         with job.part(f"layer {number}"):
             rho = (y.float() - x.float()).norm().item() / x.float().norm().item()
             job.check(math.isfinite(rho) and rho > 0, f"layer {number}: rho is {rho}")

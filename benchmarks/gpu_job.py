@@ -25,8 +25,8 @@ LAST_LINES = 12
 
 
 class Stage(NamedTuple):
-    """A file with a function ``run(job)``; seconds on an H100, its start included; seconds after which
-    it is ended."""
+    """A file with a function ``run(job)``; its seconds on an H100, start included; seconds after
+    which it is ended."""
 
     name: str
     title: str

@@ -1,8 +1,8 @@
-"""Libraries beside gradckpt, each where it is installed: bitsandbytes, flash-attn, Liger, FSDP2 on one
-rank, two ranks.
+"""Libraries beside gradckpt, each where it is installed: flash-attn, Liger, bitsandbytes, FSDP2 on
+one rank, two ranks.
 
-Gradients of exact settings are equal to those without checkpointing, lossy ones are near. GradScaler
-is in gpu_streams.py.
+Gradients of exact settings are equal to those without checkpointing, lossy ones are near.
+gpu_streams.py has GradScaler.
 """
 
 from __future__ import annotations

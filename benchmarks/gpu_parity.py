@@ -43,8 +43,8 @@ SIZED = ("lossless", "sparse")
 #: What lies behind the values of sparse_int8 is undefined in a payload with room for more.
 CODECS = [codec for codec in gradckpt.codecs.names() if codec != "sparse_int8"]
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-#: Of the float32 values, in a first pass that finds out how long they take; and the seconds that are
-#: left to the rest of the stage.
+#: The share of the float32 values in a first pass, which finds out how long they take; and the
+#: seconds that are left to the rest of the stage.
 FIRST_PASS, SPARE = 2**-9, 8.0
 
 
