@@ -272,12 +272,13 @@ def planned(job: Job, model: Any, ids: torch.Tensor, subject: Subject, row: Call
     """Exact and with int8: planned, applied, within its budget."""
     table = gradckpt.plan(model, (ids,))
     job.check(bool(str(table)), "plan without a budget prints nothing")
-    for codec in (None, "int8"):
+    whole = gradckpt.plan(model, (ids,), budget="activations:1TiB")
+    middle = (whole.peak + whole.smallest_budget) // 2
+    settings: dict[str | None, dict[str, Any]] = {None: {"profile": whole}, "int8": {"compress": "int8"}}
+    for codec, keywords in settings.items():
         subject.run()  # gradients exist, as in a later step
         model.zero_grad()
-        whole = gradckpt.plan(model, (ids,), budget="activations:1TiB")
-        middle = (whole.peak + whole.smallest_budget) // 2
-        plan = gradckpt.plan(model, (ids,), budget=middle, compress=codec)
+        plan = gradckpt.plan(model, (ids,), budget=middle, **keywords)
         job.check(plan.peak <= middle, f"plan, {codec}: its peak {plan.peak:,} is above the budget {middle:,}")
         handle = plan.apply(model)
         with contextlib.ExitStack() as stack:

@@ -429,8 +429,8 @@ def test_make_gpu_takes_the_machines_python_if_its_torch_has_cuda(make, own_pyth
     assert (status, stdout.splitlines()[0]) == (0, f"make gpu: with {own_python} and its torch")
     assert not [line for line in log if "pip" in line]
     assert runs_of(log) == [[]]
-    without = "#!/bin/sh\n" + 'case "$*" in *torch.version.cuda*) exit 1;; esac\n'
-    (make.tools / own_python).write_text(without)
+    without = f'case "$*" in *torch.version.cuda*) exit 1;; esac\nexec {sys.executable} "$@"\n'
+    (make.tools / own_python).write_text(f"#!/bin/sh\n{without}")
     status, stdout, _, log = make("gpu", f"PYTHON={own_python}")
     assert (status, stdout.splitlines()[0]) == (0, "make gpu: with a .venv, whose packages pip installs")
     assert [line for line in log if "pip" in line]
