@@ -30,6 +30,7 @@ from typing import Any
 
 import gpu_report
 import machine
+from gpu_device import Device, why_not
 from gpu_job import Job, Stage
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -59,8 +60,6 @@ def run_stage(options: argparse.Namespace) -> int:
     """The other end of run_one(): 0, also where checks failed; the result file has them."""
     path = pathlib.Path(options.file)
     sys.path.insert(0, str(path.parent))
-    from gpu_device import Device, why_not
-
     device = Device(options.device)
     reason = why_not(device)
     if reason:
@@ -89,7 +88,8 @@ def command_of(stage: Stage, options: argparse.Namespace, result: pathlib.Path, 
 
 
 def lines_until(process: subprocess.Popen[str], ends: float) -> Iterator[str]:
-    """What it prints, as it does; stops at its end or at that time."""
+    """What it prints, as it does; stops at its end, also where a process that it has started holds
+    its output open, or at that time."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -99,11 +99,14 @@ def lines_until(process: subprocess.Popen[str], ends: float) -> Iterator[str]:
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    while True:
+    while time.monotonic() < ends:
+        ended = process.poll() is not None
         try:
-            line = lines.get(timeout=max(0.0, ends - time.monotonic()))
+            line = lines.get(timeout=min(1.0, max(0.01, ends - time.monotonic())))
         except queue.Empty:
-            return
+            if ended:
+                return
+            continue
         if line is None:
             return
         yield line
@@ -113,7 +116,8 @@ def end(process: subprocess.Popen[str]) -> None:
     """The stage, and what it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits in a driver stays
+        process.wait(10)
 
 
 def read_result(path: pathlib.Path) -> dict[str, Any]:
@@ -229,7 +233,7 @@ def main(argv: list[str] | None = None, stages: Sequence[Stage] = STAGES) -> int
     if options.stage is not None:
         return run_stage(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.device == "cuda" and (reason := machine.why_no_cuda()):
+    if reason := why_not(Device(options.device)):
         sys.exit(f"gpu: {reason}; --device cpu --small rehearses")
     chosen = [stage for stage in stages if stage.name in options.stages]
     say_estimates(chosen)

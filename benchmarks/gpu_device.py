@@ -29,7 +29,6 @@ CPU = "cpu"
 VIRTUAL, REGISTERS = "virtual", "virtual_device"
 #: What a stage may ask a device for, by the names that torch.cuda has for it.
 OFFERS = {
-    "streams": ("Stream", "stream", "current_stream"),
     "graphs": ("CUDAGraph", "graph"),
     "a delay on a stream": ("_sleep",),
     "a limit of its memory": ("set_per_process_memory_fraction", "mem_get_info"),

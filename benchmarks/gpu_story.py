@@ -29,7 +29,7 @@ import gradckpt
 GIB = 2**30
 #: (model, tokens), and those of a rehearsal.
 FULL = ((Sizes(12, 2048), 16384), (Sizes(4, 4096, 32), 8192))
-TINY = ((Sizes(3, 128), 128), (Sizes(3, 256, 32), 256))
+TINY = ((Sizes(3, 128), 128), (Sizes(2, 128, 32), 128))
 #: Of the longest sequence: bytes; of a rehearsal: the peak of the plain step.
 LIMIT = 6 * GIB
 #: Longer or shorter by this at each trial; so many trials; tokens are multiples of the grain.
@@ -58,6 +58,8 @@ class Story:
         self.wanted: list[torch.Tensor] = []
         self.floor = 0.0
         self.limit = LIMIT
+        #: Seconds of the stage that are left to others: no trial begins when fewer remain.
+        self.ends = 0.0
 
     # ---- a step
 
@@ -144,6 +146,8 @@ class Story:
             return None
         low, high = row["peak"], row["needed"]
         for _ in range(BISECTIONS):
+            if self.job.left < self.ends:
+                break
             middle = (low + high) // 2
             self.model.zero_grad(set_to_none=True)
             if self.device.fits(self.step, middle):
@@ -166,7 +170,7 @@ class Story:
             fits = self.device.fits(lambda ids=ids: self.step(ids), self.limit)
             if fits:
                 best = max(best, count)
-            if fitted not in (None, fits) or (fits and self.job.small and trial):
+            if fitted not in (None, fits) or (fits and self.job.small and trial) or self.job.left < self.ends:
                 break
             fitted = fits
             moved = int(count * STEP if fits else count / STEP) // grain * grain
@@ -200,6 +204,7 @@ class Story:
 
     def limits(self, ends: float) -> None:
         """The longest sequence and the least limit of each way."""
+        self.ends = ends
         if self.job.small:
             self.limit = self.peaks[NONE]
         if self.device.total() is None:

@@ -391,12 +391,19 @@ def test_a_device_says_what_it_has_not():
     assert cpu.missing("graphs") == "the CPU has no graphs"
     assert cpu.missing("a limit of its memory") == "the CPU has no limit of its memory"
     card = Card("cpu")
-    card.kind, card.module = "other", SimpleNamespace(Stream=1, stream=1, current_stream=1)
+    card.kind, card.module = "other", SimpleNamespace(_sleep=1)
     with pytest.raises(RuntimeError, match="has no CUDAGraph"):
         card.missing("graphs")
-    assert card.missing("streams") is None
+    assert card.missing("a delay on a stream") is None
     with pytest.raises(SystemExit, match="--device nothing: "):
         gpu_device.Device("nothing")
+
+
+def test_the_device_of_the_tests_is_named_where_it_is_absent(monkeypatch):
+    monkeypatch.setattr(gpu_device, "REGISTERS", "no_such_device")
+    monkeypatch.delattr(torch, "virtual", raising=False)
+    with pytest.raises(SystemExit, match=r"--device virtual needs tests/helpers/no_such_device.py"):
+        gpu_device.Device("virtual")
 
 
 def test_memory_of_a_run():
@@ -409,10 +416,15 @@ def test_memory_of_a_run():
 
 
 class Pool:
-    """An allocator with a limit, for what a device with one does."""
+    """An allocator with a limit and figures, for what a device with them does."""
 
     def __init__(self):
         self.share = 1.0
+
+    memory_allocated = staticmethod(lambda: 5)
+    max_memory_allocated = staticmethod(lambda: 30)
+    memory_reserved = max_memory_reserved = staticmethod(lambda: 40)
+    reset_peak_memory_stats = empty_cache = staticmethod(lambda: None)
 
     def mem_get_info(self):
         return 60, 100
@@ -438,6 +450,24 @@ def test_a_limit_is_taken_back():
     with pytest.raises(RuntimeError, match="something else"):
         device.fits(lambda: (_ for _ in ()).throw(RuntimeError("something else")), 40)
     assert device.module.share == 1.0
+    assert device.memory_of(lambda: None) == (30, 40, 5)
+
+
+def test_the_least_limit_is_bisected(job):
+    """Between what a step has allocated and what was taken for it."""
+    story = gpu_story.Story(job, gpu_llama.Sizes(1, 128), 16)
+    story.device.kind, story.device.module = "pool", Pool()
+
+    def step():
+        if story.device.module.share * 100 < 33.3:
+            raise torch.OutOfMemoryError("out of memory")
+
+    story.step = step
+    scale = 1000
+    story.device.module.mem_get_info = lambda: (0, 100 * scale)
+    found = story.least_limit({"needed": 40 * scale, "peak": 30 * scale})
+    assert 33.3 * scale <= found <= 33.3 * scale + 10 * scale / 2**gpu_story.BISECTIONS + 1
+    assert story.least_limit({"needed": None, "peak": 30}) is None
 
 
 @pytest.mark.parametrize("each", [70, 90])
