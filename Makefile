@@ -3,7 +3,10 @@
 #   TORCH=2.11.0            another torch, in a .venv of its own (the demo and the tests were made with the default)
 #   NEWER=2.15.0            the torch of `make test_newer`, in a .venv of its own
 #   DEMO_ARGS, TEST_ARGS    passed on, e.g. make demo DEMO_ARGS="--codecs int8,int6,int4"
-#   GPU_PYTHON=python3      `make gpu` without pip and the network: with that interpreter and the torch it has
+#   GPU_PYTHON=python3.12   the interpreter of `make gpu`, with the torch it has, without pip and the network; default:
+#                           PYTHON where its torch has CUDA, else that of .venv
+#   GPU_ARGS                passed on, e.g. make gpu GPU_ARGS="--stages smoke,kernels"
+#   REHEARSAL=cpu           the device of `make gpu_rehearsal`
 #   PYTHONS, TORCHES        what `make release` tries the wheel with: interpreters; newest, versions, or folders that hold a torch
 #   TORCH_INDEX             where `make release` and `make soak` take these from; empty: from pip's own index, with CUDA
 
@@ -18,6 +21,8 @@ TORCHES ?= 2.11 newest
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TEST_ARGS ?=
 GPU_PYTHON ?=
+GPU_ARGS ?=
+REHEARSAL ?= cpu
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -40,7 +45,7 @@ WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --m
 # Of `make test_newer`: the folders whose tests meet torch's engine most.
 ROOMS := tests/engine tests/equivalence tests/selective tests/compile tests/models
 
-.PHONY: help demo test test_newer test_rooms test_all soak mutants bench lint docs gpu gpu_here gpu_tools release clean setup tools
+.PHONY: help demo test test_newer test_rooms test_all soak mutants bench lint docs gpu gpu_here gpu_tools gpu_rehearsal release clean setup tools
 .DEFAULT_GOAL := help
 # All targets share one .venv and one build folder.
 .NOTPARALLEL:
@@ -87,24 +92,24 @@ docs: $(VENV)/.docs  ## the documentation as a site, in build/docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # with --quiet, mkdocs counts no warnings
 	@echo "build/docs/index.html"
 
-gpu:  ## on a CUDA machine: byte parity, sanitizers, speed and memory (under 8 minutes)
+gpu:  ## on a CUDA machine: doors, byte parity, sanitizers, streams, speed, memory; tables, a picture (8 minutes after the build)
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 	    cards="$$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | tr -d ' ' | sort -u | paste -sd, -)"; \
-	    $(MAKE) --no-print-directory gpu_tools && $(MAKE) --no-print-directory gpu_here CARDS="$$cards"; \
+	    own="$(GPU_PYTHON)"; \
+	    if [ -z "$$own" ] && $(PYTHON) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then \
+	        own="$(PYTHON)"; \
+	    fi; \
+	    echo "make gpu: with $${own:-a .venv, whose packages pip installs}$${own:+ and its torch}"; \
+	    $(MAKE) --no-print-directory gpu_tools GPU_PYTHON="$$own" \
+	        && $(MAKE) --no-print-directory gpu_here GPU_PYTHON="$$own" CARDS="$$cards"; \
 	else echo "make gpu: no CUDA device is visible here (nvidia-smi lists none), so nothing was run."; fi
 
-# CARDS: compute capabilities, e.g. 9.0 or 8.6,9.0. A step that fails is counted, and the next one runs.
+# CARDS: compute capabilities, e.g. 9.0 or 8.6,9.0. A stage that fails is counted, and the next one runs.
 gpu_here: $(GPU_BUILT)
-	@steps=0; failed=0; names=; \
-	step() { \
-	    name=$$1; shift; steps=$$((steps + 1)); \
-	    "$$@" || { failed=$$((failed + 1)); names="$$names $$name"; }; \
-	}; \
-	step test_gpu_device $(GPU_RUN) -m pytest -q -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true \
-	    tests/package/test_gpu_device.py $(TEST_ARGS); \
-	for name in gpu_parity gpu_sanitize gpu_roofline gpu_memory; do step $$name $(GPU_RUN) benchmarks/$$name.py; done; \
-	echo "make gpu: $$((steps - failed)) of $$steps steps passed"; \
-	test $$failed = 0 || { echo "make gpu: $$failed failed:$$names" >&2; exit 1; }
+	@$(GPU_RUN) benchmarks/gpu.py $(GPU_ARGS)
+
+gpu_rehearsal: $(VENV)/.test  ## the code of `make gpu` without a card, tiny (5 minutes)
+	@$(BIN)/python benchmarks/gpu.py --device $(REHEARSAL) --small $(GPU_ARGS)
 
 # In a venv of its own: building needs no torch.
 release: $(RELEASE)/.tools  ## dist/: sdist and manylinux wheel, checked and tried in fresh venvs (CUDA: minutes); RELEASING.md

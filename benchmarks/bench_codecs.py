@@ -1,4 +1,4 @@
-"""Speed and quality of the codecs on the CPU; gpu_roofline.py has the speed of the CUDA kernels.
+"""Speed and quality of the codecs on the CPU; gpu_kernels.py has the speed of the CUDA kernels.
 
     python benchmarks/bench_codecs.py [--mib 256] [--threads 1,2]
         [--isa scalar,avx2] [--stochastic] [--quick] ...

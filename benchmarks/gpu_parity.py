@@ -11,7 +11,7 @@ anything differs.
 
 --sanitize: a few groups of each kind and no kernels of torch's where they can be avoided, for
 gpu_sanitize.py. --device cpu: scalar C stands in for the device, and says as late as one whether it
-could hold the values.
+could hold the values. As a stage of gpu.py: as many of the float32 values as its time allows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import gpu_inputs
 import machine
 import torch
+from gpu_device import Device
 from gpu_inputs import WORDS, Case
+from gpu_job import Job
 
 import gradckpt
 from gradckpt import _C
@@ -41,7 +43,9 @@ SIZED = ("lossless", "sparse")
 #: What lies behind the values of sparse_int8 is undefined in a payload with room for more.
 CODECS = [codec for codec in gradckpt.codecs.names() if codec != "sparse_int8"]
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-#: Bytes beside the codes of a group, at the end of the payload; 2 where nothing is said.
+#: The share of the float32 values in a first pass, which finds out how long they take; and the
+#: seconds that are left to the rest of the stage.
+FIRST_PASS, SPARE = 2**-9, 8.0
 
 
 @dataclasses.dataclass
@@ -111,19 +115,19 @@ def as_a_device() -> Iterator[None]:
         _C.force_isa(before)
 
 
-class Device:
-    """The CUDA device, or what stands in for it."""
+class Side:
+    """The device, or what stands in for it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, device: Device) -> None:
+        self.device, self.name = device, device.kind
         self.staging: torch.Tensor | None = None
 
     def acting(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.name == "cuda" else as_a_device()
+        return contextlib.nullcontext() if self.device.queues else as_a_device()
 
     def put(self, host: torch.Tensor) -> torch.Tensor:
         """A copy of a flat tensor, never the same memory."""
-        return host.to("cuda") if self.name == "cuda" else host.clone()
+        return host.to(self.name) if self.device.queues else host.clone()
 
     def encode(
         self, x: torch.Tensor, codec: str, dither: tuple[int, int, int] | None
@@ -132,8 +136,8 @@ class Device:
         with self.acting():
             holders = sys.getrefcount(x)
             payload = gradckpt.codecs.encode(x, codec, dither=dither)
-            if self.name == "cuda":
-                torch.cuda.synchronize()
+            if self.device.queues:
+                self.device.synchronize()
             else:
                 _C.settle_overflow()
             gradckpt.stats()  # looks at the flags
@@ -145,14 +149,14 @@ class Device:
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """By way of pinned memory, which all threads fill: a pageable copy goes through one."""
-        if self.name != "cuda":
-            return host
+        if not self.device.is_cuda:
+            return host.to(self.name)
         flat = host.reshape(-1).view(torch.uint8)
         if self.staging is None or self.staging.numel() < flat.numel():
             self.staging = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=True)
         staged = self.staging[: flat.numel()].copy_(flat)
-        sent = staged.to("cuda", non_blocking=True)
-        torch.cuda.synchronize()  # the next upload writes there
+        sent = staged.to(self.name, non_blocking=True)
+        self.device.synchronize()  # the next upload writes there
         return sent.view(host.dtype)
 
 
@@ -194,7 +198,7 @@ def hexadecimal(x: torch.Tensor, i: int) -> str:
 class Comparison:
     """Encodes and decodes on both sides."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Side) -> None:
         self.device = device
 
     def payloads(self, ours: torch.Tensor, theirs: torch.Tensor, host: torch.Tensor, tally: Tally, name: str) -> bool:
@@ -275,7 +279,7 @@ class Comparison:
         wrong = differing(self.device.decode(payload).reshape(-1), flat, False) & gone
         if bool(wrong.any()):
             tally.note(int(wrong.sum()), f"{name}: a refused tensor is not restored from the original")
-        if x.is_cuda:
+        if self.device.device.queues:
             bytes_ = torch.ops.gradckpt.encode(x, tally.codec)
             spoiled = torch.ops.gradckpt.decode(bytes_, tally.codec, [x.numel()], x.dtype)
             wrong = gone & (spoiled == spoiled)
@@ -296,7 +300,7 @@ def unholdable(codec: str, host: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return gone.repeat_interleave(BLOCK)[: flat.numel()].to(x.device)
 
 
-def several_tensors(codec: str, dtype: str, device: Device, tally: Tally) -> None:
+def several_tensors(codec: str, dtype: str, device: Side, tally: Tally) -> None:
     """More than one launch takes, each second one misaligned, some strided;
     decoded into memory of the same layout."""
     cases = [gpu_inputs.flat(f"tensor {n} of 40", gpu_inputs.gaussian(dtype, 50 + 97 * n, n), n % 2) for n in range(40)]
@@ -326,7 +330,7 @@ def pairs(codecs: list[str]) -> list[tuple[str, str]]:
     return [(c, d) for c in codecs for d in gradckpt.codecs.info(c)["dtypes"]]
 
 
-def compare_views(device: Device, codecs: list[str], small: bool) -> dict[tuple[str, str], Tally]:
+def compare_views(device: Side, codecs: list[str], small: bool) -> dict[tuple[str, str], Tally]:
     tallies = {pair: Tally(*pair) for pair in pairs(codecs)}
     cases = {d: list((gpu_inputs.few if small else gpu_inputs.many)(d)) for d in {d for _, d in tallies}}
     comparison = Comparison(device)
@@ -341,12 +345,12 @@ def compare_views(device: Device, codecs: list[str], small: bool) -> dict[tuple[
     return tallies
 
 
-def compare_float32(device: Device, codecs: list[str], fraction: float) -> dict[tuple[str, str], Tally]:
+def compare_float32(device: Side, codecs: list[str], fraction: float) -> dict[tuple[str, str], Tally]:
     """`fraction` of all values, from everywhere: the beginning of each piece."""
     count = max(128, round(PIECE * fraction) // 128 * 128)
     tallies = {(c, "float32"): Tally(c, "float32") for c, d in pairs(codecs) if d == "float32"}
     comparison = Comparison(device)
-    cuda = device.name == "cuda"
+    cuda = device.device.is_cuda
     if cuda:
         machine.keep_memory()
     host = torch.empty(count, dtype=torch.float32, pin_memory=cuda)
@@ -366,7 +370,7 @@ def compare_float32(device: Device, codecs: list[str], fraction: float) -> dict[
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    machine.add_device(parser)
+    parser.add_argument("--device", default="cuda", help="a device type of torch (%(default)s)")
     parser.add_argument("--codecs", default=",".join(CODECS), help="comma-separated, of: %(default)s")
     parser.add_argument(
         "--fp32", type=float, metavar="FRACTION", help="how much of the 2^32 float32 values (1; cpu: 2^-18)"
@@ -382,19 +386,52 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def stage_float32(job: Job, side: Side) -> list[Tally]:
+    """A small share of all float32 values, and then as many as the time allows."""
+    start = time.monotonic()
+    found = list(compare_float32(side, CODECS, 2**-18 if job.small else FIRST_PASS).values())
+    took = time.monotonic() - start
+    if job.small:
+        return found
+    share = min(1.0, FIRST_PASS * (job.left - SPARE) / took)
+    if share > 2 * FIRST_PASS:
+        found = list(compare_float32(side, CODECS, share).values())
+    job.note(f"{max(share, FIRST_PASS):.3g} of the 2^32 float32 values, in order and spread")
+    return found
+
+
+def run(job: Job) -> None:
+    """A stage of gpu.py."""
+    side = Side(job.device)
+    row = job.table("payloads and decoded values, device = host", ["codec", "dtype", "values", "differences", "first"])
+
+    def judge(tallies: Iterable[Tally]) -> None:
+        for tally in tallies:
+            row(tally.codec, tally.dtype, f"{tally.values:,}", tally.differences, tally.first or "-")
+            job.check(tally.values > 0, f"{tally.codec} {tally.dtype}: no value was compared")
+            job.check(not tally.differences, f"{tally.codec} {tally.dtype}: {tally.differences} differ: {tally.first}")
+
+    with torch.no_grad():
+        with job.part("views of the CPU tests' sets"):
+            judge(compare_views(side, CODECS, job.small).values())
+        with job.part("float32 values"):
+            judge(stage_float32(job, side))
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    device = Device(options.device)
     machine.require(options.device, "gpu_parity")
     small = options.quick or options.sanitize or options.device == "cpu"
     start = time.perf_counter()
-    device = Device(options.device)
-    machine.print_head("parity: payloads and decoded values, device = host", machine.facts(options.device))
+    side = Side(device)
+    machine.print_head("parity: payloads and decoded values, device = host", device.facts())
     with torch.no_grad():
-        tallies = list(compare_views(device, options.codecs, small).values())
+        tallies = list(compare_views(side, options.codecs, small).values())
         if options.fp32 > 0 and not options.sanitize:
             every = "all" if options.fp32 == 1 else f"{options.fp32:.3g} of"
             print(f"{every} 2^32 float32 values, in order and spread:", flush=True)
-            tallies += compare_float32(device, options.codecs, options.fp32).values()
+            tallies += compare_float32(side, options.codecs, options.fp32).values()
     differences = sum(tally.differences for tally in tallies)
     values = sum(tally.values for tally in tallies)
     print(f"{values:,} values, {differences:,} differences, {time.perf_counter() - start:.0f} s")

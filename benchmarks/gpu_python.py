@@ -1,5 +1,5 @@
-"""What an interpreter lacks for `make gpu GPU_PYTHON=...`, a line each;
-the exit status is 1 when it lacks something.
+"""What an interpreter lacks for `make gpu`, a line each; the exit status is 1 when it lacks
+something.
 
     python3 benchmarks/gpu_python.py
 
@@ -48,7 +48,7 @@ def lacks():
     if sys.version_info < PYTHON:
         return [f"it is Python {sys.version.split()[0]}; name an interpreter >= 3.11"]
     found = lacks_of_torch()
-    found += filter(None, map(missing, ("setuptools", "numpy", "pytest")))
+    found += filter(None, map(missing, ("setuptools", "numpy")))
     if not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")):
         found.append("it has no Python.h; install its development package, e.g. python3-dev")
     if shutil.which("gcc") is None:

@@ -6,6 +6,7 @@ Runs `gpu_parity.py --sanitize` under each tool, all of them side by side, witho
 allocator (in whose blocks neither a read out of bounds nor one of memory never written would be
 seen). That run copies tensors and launches hardly a kernel but ours, so none is filtered out:
 initcheck has to see every write. The exit status is 1 when a tool reports an error or bytes differ.
+As a stage of gpu.py: its result has a row for each tool.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ import tempfile
 import time
 
 import machine
+from gpu_job import Job, Skip
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Of a tool that found something: no status that Python or gpu_parity ends with.
 FOUND = 86
 #: Seconds for all of them.
-LIMIT = 300
+LIMIT = 300.0
+#: Of the stage, in which it writes what it found.
+SPARE = 8.0
 PROGRAM = [sys.executable, str(pathlib.Path(__file__).with_name("gpu_parity.py")), "--sanitize"]
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: *(.+)")
 
@@ -66,10 +70,10 @@ def shortened(said: str) -> str:
     return said if len(said) <= 8000 else f"{said[:4000]}\n[...]\n{said[-4000:]}"
 
 
-def run(sanitizer: str, tools: list[str], device: str) -> list[tuple[str, str, str, str]]:
+def run_tools(sanitizer: str, tools: list[str], device: str, limit: float = LIMIT) -> list[tuple[str, str, str, str]]:
     """(tool, summary, verdict, all it said)"""
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
-    ends = time.monotonic() + LIMIT
+    ends = time.monotonic() + limit
     found = []
     with tempfile.TemporaryDirectory() as folder:
         logs = {tool: pathlib.Path(folder, tool) for tool in tools}
@@ -98,6 +102,21 @@ def run(sanitizer: str, tools: list[str], device: str) -> list[tuple[str, str, s
     return found
 
 
+def run(job: Job) -> None:
+    """A stage of gpu.py."""
+    if not job.device.is_cuda:
+        raise Skip("needs CUDA: compute-sanitizer watches kernels of a card")
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        raise Skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
+    row = job.table("every kernel under compute-sanitizer", ["tool", "its summary", "verdict"])
+    job.progress(", ".join(TOOLS))
+    for tool, summary, wrong, said in run_tools(sanitizer, list(TOOLS), job.device.kind, job.left - SPARE):
+        row(tool, summary, wrong or "ok")
+        if not job.check(not wrong, f"{tool}: {wrong}: {summary}"):
+            print(shortened(said), flush=True)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     machine.add_device(parser)
@@ -115,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         print("gpu_sanitize: compute-sanitizer is not installed (it comes with the CUDA toolkit), so nothing was run.")
         return 0
     start = time.perf_counter()
-    found = run(sanitizer, options.tools, options.device)
+    found = run_tools(sanitizer, options.tools, options.device)
     for tool, _, wrong, said in found:
         if wrong:
             print(f"---- {tool}: {wrong} ----\n{shortened(said)}")

@@ -33,6 +33,7 @@ LEFT_BECAUSE = {
         "package/test_docs.py::test_nothing_is_loaded_from_elsewhere",
         "package/test_docs.py::test_tables_are_tables",
         "package/test_examples.py",
+        "package/test_gpu.py",
         "package/test_make_release.py",
         "package/test_packaging.py",
         "package/test_plan_command.py",

@@ -1,5 +1,6 @@
 """benchmarks/: each in its small form, and each with its guards broken, one at a time: it fails
-with one sentence. What else a trial says is in test_benchmarks_*.py and test_gpu_scripts.py."""
+with one sentence. What else a trial says is in test_benchmarks_*.py, test_gpu.py and
+test_gpu_scripts.py."""
 
 import contextlib
 import importlib
@@ -41,9 +42,8 @@ SMALL = {
 ELSEWHERE = {
     "bench_frontier": "test_benchmarks_frontier.py",
     "bench_selective": "test_benchmarks_selective.py",
-    "gpu_memory": "test_gpu_scripts.py",
+    "gpu": "test_gpu.py",
     "gpu_parity": "test_gpu_scripts.py",
-    "gpu_roofline": "test_gpu_scripts.py",
     "gpu_sanitize": "test_gpu_scripts.py",
 }
 #: Programs that measure nothing.
@@ -97,7 +97,7 @@ def test_every_benchmark_is_run():
     assert programs == {*SMALL, *ELSEWHERE, *OTHERS}
     for name, file in ELSEWHERE.items():
         assert name in (ROOT / "tests" / "package" / file).read_text()
-    assert {*SMALL, *ELSEWHERE} - {"gpu_parity", "gpu_sanitize"} <= {name for name, *_ in BROKEN}
+    assert {*SMALL, *ELSEWHERE} - {"gpu", "gpu_parity", "gpu_sanitize"} <= {name for name, *_ in BROKEN}
 
 
 @pytest.mark.parametrize("name", [*SMALL, *ELSEWHERE, "train_llama"])
@@ -137,10 +137,6 @@ def no_recompute(patch):
     import bench_overhead
 
     patch.setattr(bench_overhead, "theirs", lambda f, *args, **kwargs: f(*args, **kwargs))
-
-
-def no_checkpoint(patch):
-    patch.setattr(gradckpt, "checkpoint", lambda f, *args, compress=None, **kwargs: f(*args, **kwargs))
 
 
 def nothing_compressed(patch):
@@ -238,17 +234,6 @@ def another_plan(patch):
     patch.setattr(budget_profiles, "plan_from", write_more)
 
 
-def slow_host_clock(patch):
-    import gpu_roofline
-
-    patch.setattr(gpu_roofline.HostClock, "medians", lambda clock, calls, repeat: dict.fromkeys(calls, 0.0))
-
-
-def operator_encodes_zeros(patch):
-    encode = torch.ops.gradckpt.encode
-    patch.setattr(torch.ops.gradckpt, "encode", lambda x, codec: encode(torch.zeros_like(x), codec))
-
-
 def another_transform(patch):
     import candidate_formats
 
@@ -343,10 +328,6 @@ BROKEN = [
     ("bench_selective", "", no_time, WRONG),
     ("bench_sharing", "", nothing_compressed, "nothing was compressed"),
     ("bench_sharing", "", no_time, WRONG),
-    ("gpu_memory", "--tokens 64", no_checkpoint, "bytes of payloads"),
-    ("gpu_memory", "--tokens 64", no_time, WRONG),
-    ("gpu_roofline", "--repeat 1", slow_host_clock, WRONG),
-    ("gpu_roofline", "--repeat 1", operator_encodes_zeros, "is not what was encoded"),
     ("bench_training", "", exact_ways_round, "differ from those of exact"),
     ("bench_training", "", no_way_enables, "nothing differs from exact"),
     ("bench_training", "", each_run_has_its_own_weights, "differ from those of exact"),

@@ -1,134 +1,150 @@
-"""What only a device can show; the first thing that `make gpu` runs."""
+"""The device of benchmarks/gpu.py's stages, and what its story does with memory: limits, the
+longest sequence."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkout import ROOT
-from payload_arrays import whole
-
-import gradckpt
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu_inputs
-import machine
-
-pytestmark = pytest.mark.skipif(machine.why_no_cuda() is not None, reason=f"needs a GPU: {machine.why_no_cuda()}")
-PAIRS = [(c, d) for c in gradckpt.codecs.names() for d in gradckpt.codecs.info(c)["dtypes"]]
-
-
-def inputs(dtype, seed=0):
-    """Ordinary values that every codec holds, of an odd number, on the host."""
-    return gpu_inputs.gaussian(dtype, 100_003, seed)
+import gpu_device
+import gpu_llama
+import gpu_story
+import gpu_ways
+from gpu_job import Job, Skip, difference
 
 
-def decode(payload, codec, x):
-    return torch.ops.gradckpt.decode(payload, codec, [x.numel()], x.dtype)
+class Card(gpu_device.Device):
+    """A CPU that is judged as a card."""
+
+    @property
+    def is_cuda(self):
+        return True
 
 
-def same(payload, restored, host, codec):
-    """Are these the host's bytes and values?"""
-    wanted = gradckpt.codecs.encode(host, codec)
-    word = gpu_inputs.WORDS[host.dtype.itemsize]
-    return torch.equal(payload.cpu(), whole(wanted)) and torch.equal(
-        restored.cpu().view(word), wanted.decode().view(word)
-    )
+@pytest.fixture
+def job(tmp_path):
+    result = tmp_path / "result.json"
+    options = SimpleNamespace(small=True, out=tmp_path, result=result, stage="test", seconds=600)
+    return Job(gpu_device.Device("cpu"), options)
 
 
-def test_operators_replay_in_a_graph():
-    """Captured once; the bytes are those of whatever the input holds when it is replayed."""
-    for codec, dtype in PAIRS:
-        x = inputs(dtype).cuda()
-        decode(torch.ops.gradckpt.encode(x, codec), codec, x)  # loads the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            payload = torch.ops.gradckpt.encode(x, codec)
-            restored = decode(payload, codec, x)
-        for seed in (1, 2):
-            host = inputs(dtype, seed)
-            x.copy_(host)
-            graph.replay()
-            torch.cuda.synchronize()
-            assert same(payload, restored, host, codec), (codec, dtype)
+def test_a_device_says_what_it_has_not():
+    cpu = gpu_device.Device("cpu")
+    assert cpu.missing("graphs") == "the CPU has no graphs"
+    assert cpu.missing("a limit of its memory") == "the CPU has no limit of its memory"
+    card = Card("cpu")
+    card.kind, card.module = "other", SimpleNamespace(_sleep=1)
+    with pytest.raises(RuntimeError, match="has no CUDAGraph"):
+        card.missing("graphs")
+    assert card.missing("a delay on a stream") is None
+    with pytest.raises(SystemExit, match="--device nothing: "):
+        gpu_device.Device("nothing")
 
 
-def test_work_is_queued_on_the_current_stream():
-    """Behind a long wait and a write on a side stream:
-    any other stream would see the zeros from before."""
-    for codec, dtype in PAIRS:
-        host = inputs(dtype)
-        filled, x = host.cuda(), torch.zeros_like(host, device="cuda")
-        decode(whole(gradckpt.codecs.encode(x, codec)), codec, x)
-        torch.cuda.synchronize()
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(50_000_000)
-            x.copy_(filled)
-            payload = whole(gradckpt.codecs.encode(x, codec))
-            restored = decode(payload, codec, x)
-        assert not side.query(), (codec, dtype)  # no call has waited
-        side.synchronize()
-        assert same(payload, restored, host, codec), (codec, dtype)
+def test_the_device_of_the_tests_is_named_where_it_is_absent(monkeypatch):
+    monkeypatch.setattr(gpu_device, "REGISTERS", "no_such_device")
+    monkeypatch.delattr(torch, "virtual", raising=False)
+    with pytest.raises(SystemExit, match=r"--device virtual needs tests/helpers/no_such_device.py"):
+        gpu_device.Device("virtual")
 
 
-def region_gradients(call):
-    """Loss and gradients of four layers, each called by call(function, input)."""
-    torch.manual_seed(1)
-    layers = [torch.nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1.0
-    for layer in layers:
-        x = call(torch.nn.Sequential(layer, torch.nn.Tanh()), x)
-    loss = x.float().square().mean()
-    loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for layer in layers for p in layer.parameters()]).float()
+def test_memory_of_a_run():
+    cpu = gpu_device.Device("cpu")
+    found = cpu.memory_of(lambda: torch.empty(1 << 20).fill_(1))
+    assert (1 << 22) <= found.allocated < (1 << 23)
+    assert found.needed is None
+    assert cpu.fits(lambda: torch.empty(1 << 20).fill_(1), 1 << 23)
+    assert not cpu.fits(lambda: torch.empty(1 << 20).fill_(1), 1 << 21)
 
 
-def test_regions():
-    """The loss is that of no checkpointing to the last bit;
-    so are the gradients of exact codecs."""
-    plain_loss, plain = region_gradients(lambda function, x: function(x))
-    for codec in [c for c, dtype in PAIRS if dtype == "bfloat16"]:
-        gradckpt.stats.reset()
-        loss, gradients = region_gradients(
-            lambda function, x, codec=codec: gradckpt.checkpoint(function, x, compress=codec)
-        )
-        torch.cuda.synchronize()
-        assert gradckpt.stats()["compressed"] == 4, codec
-        assert torch.equal(loss, plain_loss), codec
-        error = ((gradients - plain).norm() / plain.norm()).item()
-        exact = gradckpt.codecs.info(codec)["max_error"] == 0
-        assert error == 0 if exact else 0 < error < 0.3, codec
+class Pool:
+    """An allocator with a limit and figures, for what a device with them does."""
+
+    def __init__(self):
+        self.share = 1.0
+
+    memory_allocated = staticmethod(lambda: 5)
+    max_memory_allocated = staticmethod(lambda: 30)
+    memory_reserved = max_memory_reserved = staticmethod(lambda: 40)
+    reset_peak_memory_stats = empty_cache = staticmethod(lambda: None)
+
+    def mem_get_info(self):
+        return 60, 100
+
+    def set_per_process_memory_fraction(self, share):
+        self.share = share
+
+    def synchronize(self):
+        pass
 
 
-def test_refused_inputs_are_kept():
-    """Counted as kept; what the codec cannot hold comes from the original,
-    with a cast the rest is rounded."""
-    for codec in ("fp16", "bf16", "lossless"):
-        gradckpt.stats.reset()
-        layer = torch.nn.Linear(4096, 16, device="cuda")
-        x = torch.randn(8, 4096, device="cuda")
-        if codec == "lossless":
-            x *= 2.0 ** torch.randint(-60, 60, x.shape, device="cuda")
-        else:
-            x[0, 0] = torch.finfo(torch.float32).max
-        x.requires_grad_(True)
-        grads = []
-        for compress in (None, codec):
-            layer.zero_grad()
-            y = gradckpt.checkpoint(layer, x * 1.0, compress=compress)
-            torch.cuda.synchronize()
-            stats = gradckpt.stats()  # looks at the flag
-            y.sum().backward()
-            grads.append(layer.weight.grad.clone())
-        assert (stats["compressed"], stats["uncompressed"]) == (0, {"values the codec cannot hold": 1}), codec
-        assert torch.equal(grads[0][:, 0], grads[1][:, 0]), codec
-        torch.testing.assert_close(*grads, rtol=0, atol=0.0 if codec == "lossless" else 0.2)
+def test_a_limit_is_taken_back():
+    """After a step that ends, one that runs out of memory, and another error."""
+    device = gpu_device.Device("cpu")
+    device.kind, device.module = "pool", Pool()
+
+    def step(needs):
+        if needs > device.module.share * 100:
+            raise torch.OutOfMemoryError("out of memory")
+
+    assert device.fits(lambda: step(30), 40)
+    assert not device.fits(lambda: step(50), 40)
+    with pytest.raises(RuntimeError, match="something else"):
+        device.fits(lambda: (_ for _ in ()).throw(RuntimeError("something else")), 40)
+    assert device.module.share == 1.0
+    assert device.memory_of(lambda: None) == (30, 40, 5)
 
 
-def test_truncated_payload_is_named():
-    x = inputs("bfloat16").cuda()
-    payload = whole(gradckpt.codecs.encode(x, "int8"))
-    with pytest.raises(RuntimeError, match="bytes, not"):
-        decode(payload[:-1], "int8", x)
-    assert decode(payload, "int8", x).is_cuda
+def test_the_least_limit_is_bisected(job):
+    """Between what a step has allocated and what was taken for it."""
+    story = gpu_story.Story(job, gpu_llama.Sizes(1, 128), 16)
+    story.device.kind, story.device.module = "pool", Pool()
+
+    def step():
+        if story.device.module.share * 100 < 33.3:
+            raise torch.OutOfMemoryError("out of memory")
+
+    story.step = step
+    scale = 1000
+    story.device.module.mem_get_info = lambda: (0, 100 * scale)
+    found = story.least_limit({"needed": 40 * scale, "peak": 30 * scale})
+    assert 33.3 * scale <= found <= 33.3 * scale + 10 * scale / 2**gpu_story.BISECTIONS + 1
+    assert story.least_limit({"needed": None, "peak": 30}) is None
+
+
+@pytest.mark.parametrize("each", [70, 90])
+def test_the_longest_sequence_is_found(each, job, monkeypatch):
+    """The first guess is below or above what fits."""
+    story = gpu_story.Story(job, gpu_llama.Sizes(2, 128), 64)
+    story.limit, job.small = 100_000, False
+    lengths = []
+
+    def noted(count, kind):
+        lengths.append(count)
+        return torch.zeros(1, 8, dtype=torch.long)
+
+    monkeypatch.setattr(gpu_llama, "batch", noted)
+    monkeypatch.setattr(story.device, "fits", lambda run, limit: lengths[-1] * 80 <= limit, raising=False)
+    monkeypatch.setattr(gpu_story, "GRAIN", 1)
+    found = story.longest({"needed": None, "peak": each * 64, "before": 0})
+    assert found in lengths
+    assert 1250 / gpu_story.STEP - 1 <= found <= 1250
+
+
+def test_gradients_that_are_zero_compare_with_nothing():
+    with pytest.raises(RuntimeError, match="zero"):
+        difference([torch.ones(2)], [torch.zeros(2)])
+    assert difference([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 1.0])]) == pytest.approx(0.5**0.5)
+
+
+def test_ways_that_are_absent_say_why(job, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_remat", None)
+    model = gpu_llama.build(gpu_llama.Sizes(1, 128), "cpu")
+    setting = gpu_ways.Setting(job, model, gpu_llama.batch(16, "cpu"), {})
+    with pytest.raises(Skip, match="torch_remat is not installed"):
+        gpu_ways.by_remat(setting)
+    with pytest.raises(Skip, match="not measured"):
+        gpu_ways.by_plan(setting).__enter__()

@@ -1,4 +1,7 @@
-"""The scripts of `make gpu`, run dry on the CPU, and what the Makefile makes of them."""
+"""Parity and sanitizers of `make gpu`, run dry on the CPU, and the Makefile's part.
+
+test_gpu.py has the program and its stages.
+"""
 
 import os
 import re
@@ -14,14 +17,13 @@ from checkout import ROOT
 import gradckpt
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_device
 import gpu_inputs
-import gpu_memory
 import gpu_parity
-import gpu_roofline
 import gpu_sanitize
 import machine
 
-SCRIPTS = {m.__name__: m for m in (gpu_parity, gpu_sanitize, gpu_roofline, gpu_memory)}
+SCRIPTS = {m.__name__: m for m in (gpu_parity, gpu_sanitize)}
 PAIRS = [(c, d) for c in gradckpt.codecs.names() for d in gradckpt.codecs.info(c)["dtypes"] if c != "sparse_int8"]
 every_script = pytest.mark.parametrize("name", SCRIPTS)
 
@@ -44,10 +46,10 @@ def test_help_and_refusal(name, monkeypatch, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
 def test_refusal_as_a_program():
-    ran = subprocess.run([sys.executable, ROOT / "benchmarks/gpu_memory.py"], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, ROOT / "benchmarks/gpu_parity.py"], capture_output=True, text=True)
     assert ran.returncode == 1
     assert ran.stdout == ""
-    assert ran.stderr.splitlines()[-1].startswith("gpu_memory: ")
+    assert ran.stderr.splitlines()[-1].startswith("gpu_parity: ")
     assert "Traceback" not in ran.stderr
 
 
@@ -165,8 +167,8 @@ def test_parity_finds_a_difference(monkeypatch, capsys, codec, host, words):
 
 def test_parity_finds_a_missing_refusal(monkeypatch, capsys):
     """The device must say that it cannot hold values, as the host does."""
-    encode = gpu_parity.Device.encode
-    monkeypatch.setattr(gpu_parity.Device, "encode", lambda *args: (encode(*args)[0], False))
+    encode = gpu_parity.Side.encode
+    monkeypatch.setattr(gpu_parity.Side, "encode", lambda *args: (encode(*args)[0], False))
     assert gpu_parity.main(["--device", "cpu", "--codecs", "lossless", "--sanitize"]) == 1
     assert "refused by the host alone" in capsys.readouterr().out
 
@@ -174,7 +176,7 @@ def test_parity_finds_a_missing_refusal(monkeypatch, capsys):
 def test_parity_looks_at_what_is_refused(monkeypatch, capsys):
     """It comes back from the original, and there must be a reason to refuse."""
     arguments = ["--device", "cpu", "--codecs", "lossless", "--sanitize"]
-    decode = gpu_parity.Device.decode
+    decode = gpu_parity.Side.decode
 
     def wrong_if_refused(device, payload):
         try:
@@ -183,7 +185,7 @@ def test_parity_looks_at_what_is_refused(monkeypatch, capsys):
             return decode(device, payload).neg()
         return decode(device, payload)
 
-    monkeypatch.setattr(gpu_parity.Device, "decode", wrong_if_refused)
+    monkeypatch.setattr(gpu_parity.Side, "decode", wrong_if_refused)
     assert gpu_parity.main(arguments) == 1
     assert "a refused tensor is not restored from the original" in capsys.readouterr().out
     monkeypatch.undo()
@@ -203,7 +205,7 @@ def test_parity_compares_each_float32_value_once(monkeypatch):
         return made(order, first, count, device)
 
     monkeypatch.setattr(gpu_inputs, "float32_of", float32_of)
-    tallies = gpu_parity.compare_float32(gpu_parity.Device("cpu"), ["raw"], 1.0)
+    tallies = gpu_parity.compare_float32(gpu_parity.Side(gpu_device.Device("cpu")), ["raw"], 1.0)
     assert tallies["raw", "float32"].values == 2 * 64 * 1024
     for order in gpu_inputs.ORDERS:
         assert [i for o, *piece in seen if o == order for i in piece] == list(range(64 * 1024))
@@ -288,95 +290,6 @@ def test_sanitize_without_the_tool(monkeypatch, capsys):
     assert capsys.readouterr().out.count("\n") == 1
 
 
-# ---- tables ----
-
-
-def markdown_rows(out, title):
-    """Cells of the rows below a title."""
-    lines = out[out.index(title) :].splitlines()[2:]
-    table = [line for line in lines[: (lines + [""]).index("")] if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
-
-
-def test_roofline_table(capsys):
-    assert gpu_roofline.main(["--device", "cpu", "--repeat", "1", "--markdown"]) == 0
-    out = capsys.readouterr().out
-    for what in ("encode", "decode"):
-        rows = markdown_rows(out, f"**{what}, tiny: 16,384")
-        assert sorted(row[0] for row in rows) == sorted(gradckpt.codecs.names())
-        for codec, dtype, *figures, peer in rows:
-            assert dtype in gradckpt.codecs.info(codec)["dtypes"]
-            assert all(float(cell.rstrip("x")) >= 0 for cell in figures)
-            assert (peer != "-") == (codec in ("fp8_e4m3", "int8"))
-    assert len(markdown_rows(out, "**small calls, tiny")) == len(gradckpt.codecs.names())
-
-
-def test_roofline_counts_bytes_read_and_written():
-    """The share is a quotient of speeds, not of times: int4 moves 2.53 of raw's 4 bytes."""
-
-    class Clock(gpu_roofline.HostClock):
-        def medians(self, calls, repeat):
-            return dict.fromkeys(calls, 1e-3)
-
-    options = gpu_roofline.parse(["--device", "cpu"])
-    x = gpu_roofline.values_of(torch.bfloat16, 1 << 14, "cpu")
-    row = gpu_roofline.measure("int4", x, Clock(), options)
-    assert row["copy_gbs"] == pytest.approx(4 * x.numel() / 1e6)
-    assert row["encode_share"] == row["decode_share"] == pytest.approx((16 + 4.25) / 32)
-
-
-def test_peers_do_what_the_codecs_do():
-    x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
-    h = gpu_roofline.hadamard(x.device)
-    for restored, least in (
-        (gpu_roofline.e4m3_decode(*gpu_roofline.e4m3_encode(x)), 30),
-        (gpu_roofline.int8_decode(*gpu_roofline.int8_encode(x, h), h), 36),
-    ):
-        noise = (restored.view(-1).double() - x.double()).square().mean()
-        assert 10 * torch.log10(x.double().square().mean() / noise) > least
-
-
-def test_memory_table(capsys):
-    assert gpu_memory.main(["--device", "cpu", "--markdown"]) == 0
-    out = capsys.readouterr().out
-    rows = markdown_rows(out, "**2 layers x 128")
-    titles = [gpu_memory.TITLES.get(kind, f"gradckpt {kind}") for kind in gpu_memory.KINDS]
-    assert [(row[0], row[1]) for row in rows] == [(title, n) for title in titles for n in ("64", "128")]
-    assert [row[3] == "-" for row in rows] == [row[0] in gpu_memory.TITLES.values() for row in rows]
-
-
-def test_memory_counts_payloads():
-    options = gpu_memory.parse(["--device", "cpu", "--layers", "3"])
-    model = gpu_memory.build(options)
-    for codec in ("raw", "int8", "int4"):
-        found = gpu_memory.measure(model, 256, codec, "cpu")
-        bits = gradckpt.codecs.info(codec)["sizes"]["bfloat16"][0]
-        assert found["kept"] == found["peak"] == 3 * 256 * 128 * bits / 8
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_memory_survives_running_out(monkeypatch, capsys):
-    """Of one kind, at one length; the others are measured. Any other error is an error."""
-    step = gpu_memory.one_step
-
-    def out_of_memory(model, ids, kind):
-        if kind == "none" and ids.shape[1] == 128:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
-        return step(model, ids, kind)
-
-    monkeypatch.setattr(gpu_memory, "one_step", out_of_memory)
-    assert gpu_memory.main(["--device", "cpu", "--markdown", "--kinds", "none,int8"]) == 0
-    rows = markdown_rows(capsys.readouterr().out, "**2 layers x 128")
-    assert [row[3] == "OOM" for row in rows] == [False, True, False, False]
-
-    def broken(model, ids, kind):
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(gpu_memory, "one_step", broken)
-    with pytest.raises(RuntimeError, match="something else"):
-        gpu_memory.main(["--device", "cpu"])
-
-
 # ---- make ----
 
 
@@ -459,28 +372,27 @@ def test_make_gpu_builds_for_the_cards(make):
     assert built("soak") == ["8.0;9.0+PTX"]
 
 
-STEPS = ["tests/package/test_gpu_device.py", *(f"benchmarks/{name}.py" for name in SCRIPTS)]
+def runs_of(log):
+    """Of the program: what it is called with."""
+    return [line.partition("benchmarks/gpu.py")[2].split() for line in log if "benchmarks/gpu.py" in line]
 
 
-def steps_of(log):
-    return [step for line in log for step in STEPS if step in line]
-
-
-def test_make_gpu_runs_everything(make):
-    status, stdout, _, log = make("gpu")
+def test_make_gpu_runs_the_program(make):
+    """Once, with what is passed on; its exit status is that of make."""
+    status, stdout, _, log = make("gpu", "GPU_ARGS=--stages smoke,kernels")
     assert status == 0
-    assert steps_of(log) == STEPS
-    assert stdout.splitlines()[-1] == "make gpu: 5 of 5 steps passed"
-
-
-def test_make_gpu_counts_what_fails_and_goes_on(make):
-    fails = 'case "$*" in *gpu_device*|*gpu_sanitize*) exit 3;; esac'
+    assert runs_of(log) == [["--stages", "smoke,kernels"]]
+    assert stdout.splitlines()[0] == "make gpu: with a .venv, whose packages pip installs"
+    fails = 'case "$*" in *benchmarks/gpu.py*) exit 1;; esac'
     (make.venv / "bin/python").write_text(f'#!/bin/sh\necho "$@" >> log\n{fails}\n')
-    status, stdout, stderr, log = make("gpu")
+    status, _, _, log = make("gpu")
     assert status == 2
-    assert steps_of(log) == STEPS
-    assert stdout.splitlines()[-1] == "make gpu: 3 of 5 steps passed"
-    assert "make gpu: 2 failed: test_gpu_device gpu_sanitize" in stderr.splitlines()
+    assert runs_of(log) == [[]]
+
+
+def test_make_gpu_rehearsal(make):
+    assert make("gpu_rehearsal")[3][-1].endswith("benchmarks/gpu.py --device cpu --small")
+    assert make("gpu_rehearsal", "REHEARSAL=virtual")[3][-1].endswith("gpu.py --device virtual --small")
 
 
 # ---- make gpu with an interpreter of the machine ----
@@ -501,14 +413,27 @@ def test_make_gpu_with_the_machines_own_python(make, own_python):
     shutil.rmtree(make.venv)
     status, stdout, stderr, log = make("gpu", f"GPU_PYTHON={own_python}")
     assert (status, stderr) == (0, "")
+    assert stdout.splitlines()[0] == f"make gpu: with {own_python} and its torch"
     assert not make.venv.exists()
     assert all(line.startswith("own ") and "pip" not in line for line in log)
     assert log[0].endswith("benchmarks/gpu_python.py")
     assert log[1] == "own [] [8.6,9.0] setup.py -q build_ext --inplace"
-    assert steps_of(log) == STEPS
+    assert runs_of(log) == [[]]
     assert all(line.startswith(f"own [{make.tools.parent}] ") for line in log[2:])
-    assert stdout.splitlines()[-1] == "make gpu: 5 of 5 steps passed"
     assert not [line for line in make("gpu", f"GPU_PYTHON={own_python}")[3] if "setup.py" in line], "built once"
+
+
+def test_make_gpu_takes_the_machines_python_if_its_torch_has_cuda(make, own_python):
+    """Else the .venv; GPU_PYTHON goes before both."""
+    status, stdout, _, log = make("gpu", f"PYTHON={own_python}")
+    assert (status, stdout.splitlines()[0]) == (0, f"make gpu: with {own_python} and its torch")
+    assert not [line for line in log if "pip" in line]
+    assert runs_of(log) == [[]]
+    without = f'case "$*" in *torch.version.cuda*) exit 1;; esac\nexec {sys.executable} "$@"\n'
+    (make.tools / own_python).write_text(f"#!/bin/sh\n{without}")
+    status, stdout, _, log = make("gpu", f"PYTHON={own_python}")
+    assert (status, stdout.splitlines()[0]) == (0, "make gpu: with a .venv, whose packages pip installs")
+    assert [line for line in log if "pip" in line]
 
 
 def test_make_gpu_with_a_python_that_is_not_there(make):
@@ -546,7 +471,7 @@ FINE = {"version": "2.11.0+cu130", "cuda": "13.0", "available": True}
 
 
 def test_what_a_python_lacks_is_said(tmp_path):
-    given = dict.fromkeys(("setuptools", "numpy", "pytest"), "")
+    given = dict.fromkeys(("setuptools", "numpy"), "")
     good = {**given, "torch": TORCH.format(**FINE)}
     assert lacks(tmp_path, **good) == ""
     assert "cannot import torch (not here); install torch there, >= 2.11" in lacks(tmp_path, **{**good, "torch": None})
@@ -556,5 +481,5 @@ def test_what_a_python_lacks_is_said(tmp_path):
         ({"available": False}, "its torch 2.11.0+cu130 sees no CUDA device; check the driver"),
     ):
         assert said in lacks(tmp_path, **{**good, "torch": TORCH.format(**FINE | change)})
-    for name in ("setuptools", "numpy", "pytest"):
+    for name in ("setuptools", "numpy"):
         assert f"cannot import {name} (not here); install {name} there" in lacks(tmp_path, **{**good, name: None})
