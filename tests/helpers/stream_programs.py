@@ -1,0 +1,167 @@
+"""Random programs on several streams of the virtual device, ordered by events as CUDA demands.
+
+Without gradckpt no two accesses are unordered; with regions and saved tensors in any format there
+must be none either, and the gradients are those of the plain program.
+"""
+
+import contextlib
+import dataclasses
+import random
+import threading
+
+import torch
+import torch.nn.functional as F
+import virtual_device
+
+import gradckpt
+
+WIDTH, STREAMS = 128, 3
+EXACT = (None, "lossless", "raw")
+CODECS = (*EXACT, "int8", "int4", "bf16", "fp8")
+
+
+class Stopped(Exception):
+    """Raised inside a region."""
+
+
+@dataclasses.dataclass
+class Value:
+    x: torch.Tensor
+    stream: int
+    event: torch.Event
+
+
+class Program:
+    """One random program; run(plain=True) is the same without gradckpt."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def run(self, plain, exact=False):
+        """Gradients of the weights and of the input, on the host."""
+        torch.manual_seed(self.seed)
+        torch.virtual.manual_seed_all(self.seed)
+        self.choose, self.formats, self.plain = random.Random(self.seed), random.Random(self.seed), plain
+        self.codecs = EXACT if exact else CODECS
+        default = torch.virtual.current_stream()
+        self.streams = [default, *(torch.Stream(device="virtual") for _ in range(STREAMS - 1))]
+        self.weights = [(torch.randn(WIDTH, WIDTH) / 11).to("virtual").requires_grad_() for _ in range(3)]
+        self.start = torch.randn(8, WIDTH).to("virtual").requires_grad_()
+        self.direction = torch.randn(8, WIDTH).to("virtual")
+        torch.virtual.synchronize()
+        self.values = [Value(self.start * 1, 0, default.record_event())]
+        saved = self.formats.choice([None, None, *self.codecs])
+        hooks = gradckpt.compress_saved(saved) if saved and not plain else contextlib.nullcontext()
+        with hooks:
+            for _ in range(self.choose.randint(3, 9)):
+                self.step()
+            loss = self.loss()
+        self.backward(loss)
+        torch.virtual.synchronize()
+        return torch.cat([p.grad.flatten().cpu() for p in (*self.weights, self.start) if p.grad is not None])
+
+    def step(self):
+        """Make a value of one or two others, on any stream; perhaps let go of one."""
+        at = self.choose.randrange(STREAMS)
+        inputs = [self.choose.choice(self.values) for _ in range(self.choose.choice([1, 1, 2]))]
+        body = self.body(len(inputs))
+        with self.on(at, inputs) as stream:
+            x = self.call(body, [v.x for v in inputs])
+            self.values.append(Value(x, at, stream.record_event()))
+        if len(self.values) > 2 and self.choose.random() < 0.4:
+            del self.values[self.choose.randrange(len(self.values) - 1)]
+
+    @contextlib.contextmanager
+    def on(self, at, inputs):
+        """On this stream, behind what made the inputs, whose memory it uses."""
+        stream = self.streams[at]
+        for v in inputs:
+            if v.stream != at:
+                stream.wait_event(v.event)
+        with stream:
+            yield stream
+        for v in inputs:
+            if v.stream != at:
+                v.x.record_stream(stream)
+
+    def body(self, n):
+        """A function of n tensors: one to three operators."""
+        kinds = [self.choose.choice(["matmul", "gelu", "norm", "dropout", "tanh", "scale"]) for _ in range(3)]
+        weight = self.choose.choice(self.weights)
+        stops = self.choose.random() < 0.05
+
+        def function(*xs):
+            h = xs[0] if n == 1 else xs[0] + 0.5 * xs[1]
+            for kind in kinds[: 1 + len(kinds) // 2]:
+                h = apply(kind, h, weight)
+            if stops:
+                raise Stopped
+            return h
+
+        return function
+
+    def call(self, body, xs):
+        codec, region = self.formats.choice(self.codecs), self.formats.random() < 0.6
+        try:
+            if region and not self.plain:
+                return gradckpt.checkpoint(body, *xs, compress=codec)
+            return body(*xs)
+        except Stopped:
+            return xs[0] * 1.0
+
+    def loss(self):
+        with self.on(0, self.values):
+            return sum((v.x * self.direction).mean() for v in self.values)
+
+    def backward(self, loss):
+        """Partial and second backwards, perhaps on another thread and stream."""
+        at, inside = self.choose.randrange(STREAMS), self.choose.random() < 0.3
+        part = self.choose.random() < 0.3
+        here = torch.virtual.current_stream()
+
+        def run():
+            self.streams[at].wait_stream(here)
+            with self.streams[at]:
+                if part:
+                    torch.autograd.grad(loss, self.weights[0], retain_graph=True, allow_unused=True)
+                loss.backward()
+            here.wait_stream(self.streams[at])
+
+        if inside:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        else:
+            run()
+
+
+def apply(kind, h, weight):
+    if kind == "matmul":
+        return h @ weight
+    if kind == "norm":
+        return F.layer_norm(h, (WIDTH,))
+    if kind == "dropout":
+        return F.dropout(h, 0.2)
+    return {"gelu": F.gelu, "tanh": torch.tanh, "scale": lambda x: x * 1.5}[kind](h)
+
+
+def check(seed):
+    """What is wrong with the program of this seed, a list of words; None: torch alone leaves accesses
+    unordered there."""
+    virtual_device.order_threads(True)  # threads hand over by join()
+    exact = seed % 3 == 0
+    virtual_device.late()
+    virtual_device.reports()
+    want = Program(seed).run(plain=True)
+    if virtual_device.reports():
+        return None
+    have = Program(seed).run(plain=False, exact=exact)
+    virtual_device.random(seed)
+    again = Program(seed).run(plain=False, exact=exact)
+    wrong = [f"{seed}: {report}" for report in virtual_device.reports()]
+    if not torch.equal(have, again):
+        wrong.append(f"{seed}: gradients depend on when queued work runs")
+    error = ((have - want).norm() / want.norm()).item()
+    if not error <= (0 if exact else 0.5):
+        wrong.append(f"{seed}: gradients differ by {error:.3g}, {'exact' if exact else 'lossy'}")
+    return wrong
