@@ -35,6 +35,22 @@ at::Tensor empty_strided(Sizes sizes, Sizes strides, Maybe<at::ScalarType> dtype
     return new_tensor(index_of(device), sizes, strides, dtype_of(dtype));
 }
 
+/* No memory: torch's zeros that stand for a gradient. */
+struct NoMemory final : c10::Allocator {
+    c10::DataPtr allocate(size_t) override { return {nullptr, c10::Device(DEVICE, (c10::DeviceIndex)this_thread().device)}; }
+    void copy_data(void *, const void *, size_t) const override {}
+};
+
+at::Tensor zeros_without_memory(Sizes sizes, Maybe<at::ScalarType> dtype, Maybe<c10::Layout>, Maybe<c10::Device> device,
+                                Maybe<bool>)
+{
+    static NoMemory *allocator = new NoMemory;
+    const c10::DispatchKeySet keys({c10::DispatchKey::PrivateUse1, c10::DispatchKey::ZeroTensor});
+
+    c10::DeviceGuard guard(c10::Device(DEVICE, (c10::DeviceIndex)index_of(device)));
+    return at::Tensor(at::detail::empty_generic(sizes, allocator, keys, dtype_of(dtype), std::nullopt));
+}
+
 at::Tensor as_strided(const at::Tensor &self, Sizes sizes, Sizes strides, Maybe<int64_t> offset)
 {
     return at::native::as_strided_tensorimpl(self, sizes, strides, offset);
@@ -157,6 +173,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
 
     m.impl("empty.memory_format", &virtual_device::empty);
     m.impl("empty_strided", &virtual_device::empty_strided);
+    m.impl("_efficientzerotensor", &zeros_without_memory);
     m.impl("as_strided", &virtual_device::as_strided);
     m.impl("view", &virtual_device::view);
     m.impl("_reshape_alias", &reshape_alias);
