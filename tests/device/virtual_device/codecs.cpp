@@ -17,19 +17,20 @@ typedef int encode_many(const gck_codec *codec, const gck_tensor *x, const gck_b
 typedef int decode_many(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n,
                         gck_parallel_for *parallel);
 
-enum { BAD_ADDRESS = 700, WORDS = 4096 };     /* cudaErrorIllegalAddress; gck_overflow_flags_cuda()'s */
+enum { BAD_ADDRESS = 700, BAD_HANDLE = 400 }; /* cudaErrorIllegalAddress, cudaErrorInvalidResourceHandle */
+enum { WORDS = 4096 };                        /* those of gck_overflow_flags_cuda() */
 
 void *kernels;                                /* the .cu files, as a library of the host   */
 void *host_codecs;                            /* csrc/codec; used instead, when it is given */
 uint32_t words[WORDS];
 int statuses;                                 /* kernels that did not return 0: a fault of theirs comes late */
 
-void *symbol(void *library, const std::string &name)
-{
-    void *found = library != nullptr ? dlsym(library, name.c_str()) : nullptr;
+/* NULL: the library does not have it. */
+void *symbol(void *library, const std::string &name) { return library != nullptr ? dlsym(library, name.c_str()) : nullptr; }
 
-    TORCH_CHECK(found != nullptr, "virtual device: ", name, " is not in the library of kernels");
-    return found;
+void *kernel_of(const gck_codec *codec, bool encodes)
+{
+    return symbol(kernels, std::string("gck_") + codec->name + (encodes ? "_encode_cuda" : "_decode_cuda"));
 }
 
 /* Arguments that live until the kernel runs, at the addresses of kernels. */
@@ -75,7 +76,7 @@ private:
     }
 };
 
-bool overlaps_device(const void *p) { return p == nullptr || is_device_memory(p) || is_pinned(p); }
+bool can_reach(const void *p) { return p == nullptr || is_device_memory(p) || is_pinned(p); }
 
 gck_lengths lengths_of(const gck_codec *codec, const gck_tensor &x)
 {
@@ -112,8 +113,7 @@ void run_on_host(Job &job, bool encodes)
         x.device = -1;
         x.stream = nullptr;
         h.overflow = nullptr;
-        const auto find = (const gck_codec *(*)(const char *))symbol(host_codecs, "gck_codec_find");
-        const gck_codec *codec = find(job.codec->name);
+        const gck_codec *codec = ((const gck_codec *(*)(const char *))symbol(host_codecs, "gck_codec_find"))(job.codec->name);
         const int status = encodes ? ((encode_many *)symbol(host_codecs, "gck_encode_many"))(codec, &x, &job.bytes[(size_t)i], &h, 1, nullptr)
                                    : ((decode_many *)symbol(host_codecs, "gck_decode_many"))(codec, &job.bytes[(size_t)i], &x, 1, nullptr);
         if (!job.hows.empty() && job.hows[(size_t)i].overflow != nullptr) {
@@ -123,17 +123,45 @@ void run_on_host(Job &job, bool encodes)
     }
 }
 
+int call_kernel(Job &job, bool encodes)
+{
+    void *function = kernel_of(job.codec, encodes);
+
+    return encodes ? ((encode_cuda *)function)(job.tensors.data(), job.bytes.data(), job.how(), job.n())
+                   : ((decode_cuda *)function)(job.bytes.data(), job.tensors.data(), job.n());
+}
+
 void run(Job &job, bool encodes)
 {
     if (host_codecs != nullptr) {
         run_on_host(job, encodes);
-        return;
+    } else {
+        statuses += call_kernel(job, encodes) != GCK_OK;
     }
-    const std::string name = std::string("gck_") + job.codec->name + (encodes ? "_encode_cuda" : "_decode_cuda");
-    void *function = symbol(kernels, name);
-    const int status = encodes ? ((encode_cuda *)function)(job.tensors.data(), job.bytes.data(), job.how(), job.n())
-                               : ((decode_cuda *)function)(job.bytes.data(), job.tensors.data(), job.n());
-    statuses += status != GCK_OK;
+}
+
+/* What the launch alone returns: no block of it runs. */
+int try_launch(Job &job, bool encodes)
+{
+    unsigned *first_block = (unsigned *)symbol(kernels, "emulated_first_block");
+
+    if (first_block == nullptr || kernel_of(job.codec, encodes) == nullptr) {
+        return host_codecs != nullptr ? GCK_OK : GCK_E_DEVICE;
+    }
+    *first_block = UINT32_MAX;
+    const int status = call_kernel(job, encodes);
+    *first_block = 0;
+    return status;
+}
+
+bool is_stream(const void *p)
+{
+    for (const Stream *s : all_streams()) {
+        if (s == p) {
+            return true;
+        }
+    }
+    return false;
 }
 
 int launch(const gck_codec *codec, const gck_tensor *x, const gck_bytes *b, const gck_how *how, int n, bool encodes)
@@ -143,19 +171,23 @@ int launch(const gck_codec *codec, const gck_tensor *x, const gck_bytes *b, cons
     Stream *s = x->stream != nullptr ? (Stream *)x->stream : current_stream(x->device);
     std::vector<Range> ranges;
 
-    if (s->device != x->device) {
-        return 400;                           /* cudaErrorInvalidResourceHandle */
+    if (!is_stream(s) || s->device != x->device) {
+        return BAD_HANDLE;
     }
     for (int i = 0; i < n; i++) {
-        if (!overlaps_device(x[i].data) || !overlaps_device(b[i].codes) || !overlaps_device(b[i].scales)) {
+        if (!can_reach(x[i].data) || !can_reach(b[i].codes) || !can_reach(b[i].scales)) {
             return BAD_ADDRESS;
         }
+    }
+    auto job = std::make_shared<Job>(codec, x, b, how, n);
+    const int status = try_launch(*job, encodes);
+    if (status != GCK_OK) {
+        return status;
     }
     const Operation op = begin_operation(s, intern(std::string(encodes ? "encode " : "decode ") + codec->name));
     for (int i = 0; i < n; i++) {
         use(op, codec, x[i], b[i], encodes, &ranges);
     }
-    auto job = std::make_shared<Job>(codec, x, b, how, n);
     if (s->capture != nullptr) {
         drain(s);
         run(*job, encodes);
@@ -203,7 +235,7 @@ uint32_t *words_for(int, int n) { return n <= WORDS ? words : nullptr; }
 const char *error(int status)
 {
     return status == BAD_ADDRESS ? "an illegal memory access was encountered"
-         : status == 400 ? "invalid resource handle" : "unknown error of the virtual device";
+         : status == BAD_HANDLE ? "invalid resource handle" : "unknown error of the virtual device";
 }
 
 enum { DLPACK_EXTENSION = 12 };               /* kDLExtDev: what torch calls PrivateUse1 */
