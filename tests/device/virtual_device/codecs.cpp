@@ -10,6 +10,7 @@ namespace virtual_device {
 
 namespace {
 
+typedef const gck_codec *find_codec(const char *name);
 typedef int encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n);
 typedef int decode_cuda(const gck_bytes *from, const gck_tensor *out, int n);
 typedef int encode_many(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n,
@@ -26,7 +27,10 @@ uint32_t words[WORDS];
 int statuses;                                 /* kernels that did not return 0: a fault of theirs comes late */
 
 /* NULL: the library does not have it. */
-void *symbol(void *library, const std::string &name) { return library != nullptr ? dlsym(library, name.c_str()) : nullptr; }
+void *symbol(void *library, const std::string &name)
+{
+    return library != nullptr ? dlsym(library, name.c_str()) : nullptr;
+}
 
 void *kernel_of(const gck_codec *codec, bool encodes)
 {
@@ -82,7 +86,8 @@ gck_lengths lengths_of(const gck_codec *codec, const gck_tensor &x)
 {
     const gck_size size = codec->size[x.dtype];
     const int64_t groups = (x.numel + GCK_GROUP - 1) / GCK_GROUP, row = gck_row(&x);
-    const int64_t codes = size.value * x.numel + size.group * groups + size.block * ((x.numel + GCK_BLOCK - 1) / GCK_BLOCK);
+    const int64_t blocks = (x.numel + GCK_BLOCK - 1) / GCK_BLOCK;
+    const int64_t codes = size.value * x.numel + size.group * groups + size.block * blocks;
 
     return {x.room != 0 ? x.room : codes, size.scales * groups + (row > 0 ? size.row * (x.numel / row) : 0)};
 }
@@ -113,11 +118,14 @@ void run_on_host(Job &job, bool encodes)
         x.device = -1;
         x.stream = nullptr;
         h.overflow = nullptr;
-        const gck_codec *codec = ((const gck_codec *(*)(const char *))symbol(host_codecs, "gck_codec_find"))(job.codec->name);
-        const int status = encodes ? ((encode_many *)symbol(host_codecs, "gck_encode_many"))(codec, &x, &job.bytes[(size_t)i], &h, 1, nullptr)
-                                   : ((decode_many *)symbol(host_codecs, "gck_decode_many"))(codec, &job.bytes[(size_t)i], &x, 1, nullptr);
+        const gck_bytes *bytes = &job.bytes[(size_t)i];
+        const gck_codec *codec = ((find_codec *)symbol(host_codecs, "gck_codec_find"))(job.codec->name);
+        void *function = symbol(host_codecs, encodes ? "gck_encode_many" : "gck_decode_many");
+        const int status = encodes ? ((encode_many *)function)(codec, &x, bytes, &h, 1, nullptr)
+                                   : ((decode_many *)function)(codec, bytes, &x, 1, nullptr);
         if (!job.hows.empty() && job.hows[(size_t)i].overflow != nullptr) {
-            *(volatile uint32_t *)job.hows[(size_t)i].overflow = status == GCK_E_OVERFLOW ? GCK_OVERFLOW_FOUND : GCK_OVERFLOW_NONE;
+            volatile uint32_t *word = job.hows[(size_t)i].overflow;
+            *word = status == GCK_E_OVERFLOW ? GCK_OVERFLOW_FOUND : GCK_OVERFLOW_NONE;
         }
         statuses += status != GCK_OK && status != GCK_E_OVERFLOW;
     }
@@ -239,7 +247,9 @@ const char *error(int status)
 }
 
 enum { DLPACK_EXTENSION = 12 };               /* kDLExtDev: what torch calls PrivateUse1 */
-const gck_device_kind kind = {"virtual", DLPACK_EXTENSION, check, stream, is_captured, encode, decode, words_for, error};
+const gck_device_kind kind = {
+    "virtual", DLPACK_EXTENSION, check, stream, is_captured, encode, decode, words_for, error,
+};
 
 }  /* namespace */
 

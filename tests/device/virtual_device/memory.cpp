@@ -77,11 +77,17 @@ void reserve_memory(size_t nbytes_per_device)
 
 size_t capacity() { return nbytes_of_each; }
 
-bool is_device_memory(const void *p) { return seen != nullptr && (const char *)p >= seen && (const char *)p < seen + total; }
+bool is_device_memory(const void *p)
+{
+    return seen != nullptr && (const char *)p >= seen && (const char *)p < seen + total;
+}
 
 int device_of(const void *p) { return (int)((size_t)((const char *)p - seen) / nbytes_of_each); }
 
-void *writable(const void *p) { return is_device_memory(p) ? (char *)const_cast<void *>(p) + total : const_cast<void *>(p); }
+void *writable(const void *p)
+{
+    return is_device_memory(p) ? (char *)const_cast<void *>(p) + total : const_cast<void *>(p);
+}
 
 /* First address of a device's memory. */
 uintptr_t memory_of(int device) { return (uintptr_t)seen + (size_t)device * nbytes_of_each; }
