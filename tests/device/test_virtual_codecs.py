@@ -241,3 +241,18 @@ def test_host_codecs_in_place_of_kernels(codec):
         virtual_device.use_host_codecs(False)
     assert torch.equal(payload, other)
     assert (out - x).abs().max().item() < 0.2
+
+
+def test_a_launch_that_fails_says_so_at_once():
+    """Too many dimensions, as with CUDA; a stream of another device; not a stream."""
+    x = torch.randn(*[4] * 9, device="virtual")[(slice(None, None, 2),) * 9]
+    payload = payload_for("int8", x)
+    before = virtual_device.pending(torch.virtual.current_stream())
+    assert encode("int8", x, payload)[0] == -2
+    assert virtual_device.pending(torch.virtual.current_stream()) == before
+    x = torch.randn(1000, device="virtual")
+    descriptor = codecs().library.gck_codec_find(b"raw")
+    for wrong in (view(torch.randn(1, device="virtual:1")).stream, 12345):
+        one, to = view(x), place("raw", x, payload_for("raw", x))
+        one.stream = wrong
+        assert kind().encode(descriptor, ctypes.addressof(one), ctypes.addressof(to), None, 1) == 400

@@ -95,6 +95,8 @@ OPERATORS = {
     "bfloat16": (lambda x: (x.bfloat16() @ x.bfloat16().t()).float(), (4, 4)),
     "float64": (lambda x: (x.double() * 2).float(), (4, 4)),
     "complex": (lambda x: torch.fft.fft(x).conj().real, (8,)),
+    "conjugate": (lambda x: torch.view_as_real(torch.fft.fft(x).conj().clone()), (8,)),
+    "a gradient of zeros": (lambda x: x.sgn() + x, (3, 4)),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (3, 8), (8,), (8,)),
     "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w), (3, 8), (8,)),
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), (2, 4, 5, 5), (4,), (4,)),

@@ -28,13 +28,16 @@ def test_replay_computes_again():
 
 def test_its_memory_is_kept():
     x = torch.ones(1000, device="virtual")
-    graph, out = capture(lambda: (x * 2).add_(1) * 3)
-    torch.virtual.synchronize()
-    others = [torch.empty(1000, device="virtual") for _ in range(20)]
+    side = torch.Stream(device="virtual")
+    graph, out = capture(lambda: (x * 2).add_(1) * 3, side)
+    with side:
+        others = [torch.zeros(1000, device="virtual") for _ in range(20)]
     assert len({t.data_ptr() for t in [*others, out]}) == 21
+    torch.virtual.synchronize()
     x.fill_(5)
     graph.replay()
     assert out.eq(33).all()
+    assert not any(other.any() for other in others)
     for other in others:
         other.fill_(0)
     graph.replay()

@@ -1,13 +1,19 @@
 """The virtual device: a device for tests, in the memory of the host.
 
 ``load()`` builds it once (tests/device/virtual_device, into build/), and registers it with torch as
-"virtual", before the first backward of the process. See docs in its C++ files.
+"virtual", before the first backward of the process. Afterwards:
+
+* ``torch.virtual`` is the module of the device, and ``torch.accelerator`` finds it.
+* ``reports()`` is what had no order; ``places(True)`` adds lines of Python.
+* ``late()`` and ``random(seed)`` choose when queued work runs.
+* ``device_kind()`` is the address of its gck_device_kind; ``load_kernels()`` first.
 """
 
 import atexit
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import functools
 import hashlib
 import json
@@ -42,20 +48,22 @@ KERNEL_FLAGS = shlex.split(
 
 
 def _built(name, texts, commands):
-    """build/<name>-<hash>/<name>.so, made by the commands if it is not there."""
+    """build/virtual_device/<name>-<hash>/<name>.so, made by the commands if it is not there."""
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     folder = ROOT / "build" / "virtual_device" / f"{name}-{digest}"
-    if not (folder / f"{name}.so").exists():
-        work = folder.with_name(f"{folder.name}.{os.getpid()}")
-        work.mkdir(parents=True, exist_ok=True)
-        try:
-            for command in commands(work):
-                made = subprocess.run(command, capture_output=True, text=True)
-                assert made.returncode == 0, f"{' '.join(map(str, command))}\n{made.stderr}"
-            with contextlib.suppress(OSError):  # another process was first
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / f"{name}.lock", "w") as lock:  # the first process makes it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            work = folder.with_name(f"{folder.name}.{os.getpid()}")
+            work.mkdir()
+            try:
+                for command in commands(work):
+                    made = subprocess.run(command, capture_output=True, text=True)
+                    assert made.returncode == 0, f"{' '.join(map(str, command))}\n{made.stderr}"
                 work.rename(folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
     return folder / f"{name}.so"
 
 

@@ -38,7 +38,10 @@ struct Block {
 };
 
 struct Order {
-    bool operator()(const Block *a, const Block *b) const { return a->size != b->size ? a->size < b->size : a->at < b->at; }
+    bool operator()(const Block *a, const Block *b) const
+    {
+        return a->size != b->size ? a->size < b->size : a->at < b->at;
+    }
 };
 struct PoolKey {
     Stream *stream;
@@ -84,7 +87,8 @@ void fill(Block *b, const char *name)
 
 Block *new_segment(int device, Stream *s, Graph *graph, size_t size, bool small)
 {
-    const size_t wanted = small ? SMALL_SEGMENT : size < LARGE ? LARGE_SEGMENT : (size + SMALL_SEGMENT - 1) / SMALL_SEGMENT * SMALL_SEGMENT;
+    const size_t rounded = (size + SMALL_SEGMENT - 1) / SMALL_SEGMENT * SMALL_SEGMENT;
+    const size_t wanted = small ? SMALL_SEGMENT : size < LARGE ? LARGE_SEGMENT : rounded;
 
     if (unused[device].empty() && statistics[device].bytes[RESERVED].current == 0) {
         unused[device][memory_of(device)] = capacity();

@@ -10,6 +10,7 @@ namespace virtual_device {
 
 namespace {
 
+typedef const gck_codec *find_codec(const char *name);
 typedef int encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n);
 typedef int decode_cuda(const gck_bytes *from, const gck_tensor *out, int n);
 typedef int encode_many(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n,
@@ -17,19 +18,23 @@ typedef int encode_many(const gck_codec *codec, const gck_tensor *x, const gck_b
 typedef int decode_many(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n,
                         gck_parallel_for *parallel);
 
-enum { BAD_ADDRESS = 700, WORDS = 4096 };     /* cudaErrorIllegalAddress; GCK_OVERFLOW_FLAGS */
+enum { BAD_ADDRESS = 700, BAD_HANDLE = 400 }; /* cudaErrorIllegalAddress, cudaErrorInvalidResourceHandle */
+enum { WORDS = 4096 };                        /* GCK_OVERFLOW_FLAGS */
 
 void *kernels;                                /* the .cu files, as a library of the host   */
 void *host_codecs;                            /* csrc/codec; used instead, when it is given */
 uint32_t words[WORDS];
 int statuses;                                 /* kernels that did not return 0: a fault of theirs comes late */
 
+/* NULL: the library does not have it. */
 void *symbol(void *library, const std::string &name)
 {
-    void *found = library != nullptr ? dlsym(library, name.c_str()) : nullptr;
+    return library != nullptr ? dlsym(library, name.c_str()) : nullptr;
+}
 
-    TORCH_CHECK(found != nullptr, "virtual device: ", name, " is not in the library of kernels");
-    return found;
+void *kernel_of(const gck_codec *codec, bool encodes)
+{
+    return symbol(kernels, std::string("gck_") + codec->name + (encodes ? "_encode_cuda" : "_decode_cuda"));
 }
 
 /* Arguments that live until the kernel runs, at the addresses of kernels. */
@@ -76,13 +81,14 @@ private:
     }
 };
 
-bool overlaps_device(const void *p) { return p == nullptr || is_device_memory(p) || is_pinned(p); }
+bool can_reach(const void *p) { return p == nullptr || is_device_memory(p) || is_pinned(p); }
 
 gck_lengths lengths_of(const gck_codec *codec, const gck_tensor &x)
 {
     const gck_size size = codec->size[x.dtype];
     const int64_t groups = (x.numel + GCK_GROUP - 1) / GCK_GROUP, row = gck_row(&x);
-    const int64_t codes = size.value * x.numel + size.group * groups + size.block * ((x.numel + GCK_BLOCK - 1) / GCK_BLOCK);
+    const int64_t blocks = (x.numel + GCK_BLOCK - 1) / GCK_BLOCK;
+    const int64_t codes = size.value * x.numel + size.group * groups + size.block * blocks;
 
     const int64_t scales = size.scales * groups + (row > 0 ? size.row * (x.numel / row) : 0);
 
@@ -115,28 +121,58 @@ void run_on_host(Job &job, bool encodes)
         x.device = -1;
         x.stream = nullptr;
         h.overflow = nullptr;
-        const auto find = (const gck_codec *(*)(const char *))symbol(host_codecs, "gck_codec_find");
-        const gck_codec *codec = find(job.codec->name);
-        const int status = encodes ? ((encode_many *)symbol(host_codecs, "gck_encode_many"))(codec, &x, &job.bytes[(size_t)i], &h, 1, nullptr)
-                                   : ((decode_many *)symbol(host_codecs, "gck_decode_many"))(codec, &job.bytes[(size_t)i], &x, 1, nullptr);
+        const gck_bytes *bytes = &job.bytes[(size_t)i];
+        const gck_codec *codec = ((find_codec *)symbol(host_codecs, "gck_codec_find"))(job.codec->name);
+        void *function = symbol(host_codecs, encodes ? "gck_encode_many" : "gck_decode_many");
+        const int status = encodes ? ((encode_many *)function)(codec, &x, bytes, &h, 1, nullptr)
+                                   : ((decode_many *)function)(codec, bytes, &x, 1, nullptr);
         if (!job.hows.empty() && job.hows[(size_t)i].overflow != nullptr) {
-            *(volatile uint32_t *)job.hows[(size_t)i].overflow = status == GCK_E_OVERFLOW ? GCK_OVERFLOW_FOUND : GCK_OVERFLOW_NONE;
+            volatile uint32_t *word = job.hows[(size_t)i].overflow;
+            *word = status == GCK_E_OVERFLOW ? GCK_OVERFLOW_FOUND : GCK_OVERFLOW_NONE;
         }
         statuses += status != GCK_OK && status != GCK_E_OVERFLOW;
     }
+}
+
+int call_kernel(Job &job, bool encodes)
+{
+    void *function = kernel_of(job.codec, encodes);
+
+    return encodes ? ((encode_cuda *)function)(job.tensors.data(), job.bytes.data(), job.how(), job.n())
+                   : ((decode_cuda *)function)(job.bytes.data(), job.tensors.data(), job.n());
 }
 
 void run(Job &job, bool encodes)
 {
     if (host_codecs != nullptr) {
         run_on_host(job, encodes);
-        return;
+    } else {
+        statuses += call_kernel(job, encodes) != GCK_OK;
     }
-    const std::string name = std::string("gck_") + job.codec->name + (encodes ? "_encode_cuda" : "_decode_cuda");
-    void *function = symbol(kernels, name);
-    const int status = encodes ? ((encode_cuda *)function)(job.tensors.data(), job.bytes.data(), job.how(), job.n())
-                               : ((decode_cuda *)function)(job.bytes.data(), job.tensors.data(), job.n());
-    statuses += status != GCK_OK;
+}
+
+/* What the launch alone returns: no block of it runs. */
+int try_launch(Job &job, bool encodes)
+{
+    unsigned *first_block = (unsigned *)symbol(kernels, "emulated_first_block");
+
+    if (first_block == nullptr || kernel_of(job.codec, encodes) == nullptr) {
+        return host_codecs != nullptr ? GCK_OK : GCK_E_DEVICE;
+    }
+    *first_block = UINT32_MAX;
+    const int status = call_kernel(job, encodes);
+    *first_block = 0;
+    return status;
+}
+
+bool is_stream(const void *p)
+{
+    for (const Stream *s : all_streams()) {
+        if (s == p) {
+            return true;
+        }
+    }
+    return false;
 }
 
 int launch(const gck_codec *codec, const gck_tensor *x, const gck_bytes *b, const gck_how *how, int n, bool encodes)
@@ -146,19 +182,23 @@ int launch(const gck_codec *codec, const gck_tensor *x, const gck_bytes *b, cons
     Stream *s = x->stream != nullptr ? (Stream *)x->stream : current_stream(gck_device_index(x->device));
     std::vector<Range> ranges;
 
-    if (s->device != gck_device_index(x->device)) {
-        return 400;                           /* cudaErrorInvalidResourceHandle */
+    if (!is_stream(s) || s->device != gck_device_index(x->device)) {
+        return BAD_HANDLE;
     }
     for (int i = 0; i < n; i++) {
-        if (!overlaps_device(x[i].data) || !overlaps_device(b[i].codes) || !overlaps_device(b[i].scales)) {
+        if (!can_reach(x[i].data) || !can_reach(b[i].codes) || !can_reach(b[i].scales)) {
             return BAD_ADDRESS;
         }
+    }
+    auto job = std::make_shared<Job>(codec, x, b, how, n);
+    const int status = try_launch(*job, encodes);
+    if (status != GCK_OK) {
+        return status;
     }
     const Operation op = begin_operation(s, intern(std::string(encodes ? "encode " : "decode ") + codec->name));
     for (int i = 0; i < n; i++) {
         use(op, codec, x[i], b[i], encodes, &ranges);
     }
-    auto job = std::make_shared<Job>(codec, x, b, how, n);
     if (s->capture != nullptr) {
         drain(s);
         run(*job, encodes);
@@ -192,7 +232,7 @@ int compare(int index, void *s, gck_bytes a, gck_bytes b, gck_lengths lengths, u
     const int64_t codes[] = {lengths.codes}, scales[] = {lengths.scales}, step[] = {1};
 
     if (on->device != index || on->capture != nullptr) {
-        return 400;
+        return BAD_HANDLE;
     }
     const Operation op = begin_operation(on, intern("compare"));
     for (const gck_bytes &one : here) {
@@ -251,13 +291,14 @@ uint32_t *words_for(int, int n) { return n <= WORDS ? words : nullptr; }
 const char *error(int status)
 {
     return status == BAD_ADDRESS ? "an illegal memory access was encountered"
-         : status == 400 ? "invalid resource handle" : "unknown error of the virtual device";
+         : status == BAD_HANDLE ? "invalid resource handle" : "unknown error of the virtual device";
 }
 
 enum { DLPACK_EXTENSION = 12 };               /* kDLExtDev: what torch calls PrivateUse1 */
 const gck_device_kind kind = {
     .name = "virtual", .dlpack = DLPACK_EXTENSION, .check = check, .stream = stream, .set_stream = set_stream,
-    .is_captured = is_captured, .encode = encode, .decode = decode, .compare = compare, .words = words_for, .error = error,
+    .is_captured = is_captured, .encode = encode, .decode = decode, .compare = compare,
+    .words = words_for, .error = error,
 };
 
 }  /* namespace */

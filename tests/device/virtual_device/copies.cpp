@@ -151,3 +151,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("_copy_from", &virtual_device::copy_from);
     m.impl("_copy_from_and_resize", &virtual_device::copy_from_and_resize);
 }
+
+/* A copy takes conjugated and negated tensors as they are; torch's way to resolve them copies. */
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }

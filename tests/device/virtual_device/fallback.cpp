@@ -90,7 +90,9 @@ public:
     {
         given.assign(stack->begin() + (ptrdiff_t)first, stack->end());
         for (const c10::IValue &v : given) {
-            each_tensor(v, [&](const at::Tensor &t) { device = device < 0 && is_ours(t) ? t.device().index() : device; });
+            each_tensor(v, [&](const at::Tensor &t) {
+                device = device < 0 && is_ours(t) ? t.device().index() : device;
+            });
         }
         for (size_t i = 0; i < given.size() && device >= 0; i++) {
             each_tensor(given[i], [&](const at::Tensor &t) { check_device(t, i); });

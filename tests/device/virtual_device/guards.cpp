@@ -109,7 +109,8 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     double elapsedTime(void *first, void *second, const c10::DeviceIndex) const override
     {
         Lock lock;
-        TORCH_CHECK(first != nullptr && second != nullptr, "Both events must be recorded before calculating elapsed time.");
+        TORCH_CHECK(first != nullptr && second != nullptr,
+                    "Both events must be recorded before calculating elapsed time.");
         return ((Event *)second)->time - ((Event *)first)->time;
     }
     void recordDataPtrOnStream(const c10::DataPtr &p, const c10::Stream &s) const override
@@ -123,7 +124,8 @@ struct Generator final : c10::GeneratorImpl {
     at::Generator cpu;
 
     Generator(int device, at::Generator inner)
-        : GeneratorImpl(c10::Device(DEVICE, (c10::DeviceIndex)device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        : GeneratorImpl(c10::Device(DEVICE, (c10::DeviceIndex)device),
+                        c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
           cpu(std::move(inner))
     {
     }
@@ -147,7 +149,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     {
         return default_generator(d < 0 ? this_thread().device : d);
     }
-    at::Generator getNewGenerator(c10::DeviceIndex d) const override { return new_generator(d < 0 ? this_thread().device : d); }
+    at::Generator getNewGenerator(c10::DeviceIndex d) const override
+    {
+        return new_generator(d < 0 ? this_thread().device : d);
+    }
     c10::Device getDeviceFromPtr(void *p) const override
     {
         TORCH_CHECK(is_device_memory(p), "The specified pointer is not of this device.");
@@ -197,7 +202,8 @@ const at::Generator &default_generator(int device)
 
 at::Generator cpu_generator_in(const at::Generator &generator)
 {
-    TORCH_CHECK(generator.device().type() == DEVICE, "Expected a '", c10::Device(DEVICE), "' device type for generator but found '",
+    TORCH_CHECK(generator.device().type() == DEVICE, "Expected a '", c10::Device(DEVICE),
+                "' device type for generator but found '",
                 generator.device(), "'");
     return static_cast<Generator *>(generator.unsafeGetGeneratorImpl())->cpu;
 }

@@ -8,7 +8,7 @@ using namespace virtual_device;
 
 namespace {
 
-std::string last;                          /* what a function returned, until the next one does */
+thread_local std::string last;             /* what a function returned, until the next one does */
 
 template <typename F> const char *guarded(F f)
 {

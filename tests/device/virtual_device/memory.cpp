@@ -21,6 +21,31 @@ struct sigaction before;
 
 std::map<uintptr_t, size_t> pinned;
 
+/* Freed while work was queued that may still use it. */
+struct Leaving {
+    void *p;
+    std::vector<std::pair<Stream *, uint64_t>> after;
+};
+std::vector<Leaving> leaving;
+
+void free_what_is_done()
+{
+    size_t kept = 0;
+
+    for (Leaving &each : leaving) {
+        bool done = true;
+        for (const auto &a : each.after) {
+            done = done && a.first->done >= a.second;
+        }
+        if (done) {
+            free(each.p);
+        } else {
+            leaving[kept++] = std::move(each);
+        }
+    }
+    leaving.resize(kept);
+}
+
 /* The process is about to end: what the map of blocks says is read without the lock. */
 void on_fault(int number, siginfo_t *info, void *)
 {
@@ -52,11 +77,17 @@ void reserve_memory(size_t nbytes_per_device)
 
 size_t capacity() { return nbytes_of_each; }
 
-bool is_device_memory(const void *p) { return seen != nullptr && (const char *)p >= seen && (const char *)p < seen + total; }
+bool is_device_memory(const void *p)
+{
+    return seen != nullptr && (const char *)p >= seen && (const char *)p < seen + total;
+}
 
 int device_of(const void *p) { return (int)((size_t)((const char *)p - seen) / nbytes_of_each); }
 
-void *writable(const void *p) { return is_device_memory(p) ? (char *)const_cast<void *>(p) + total : const_cast<void *>(p); }
+void *writable(const void *p)
+{
+    return is_device_memory(p) ? (char *)const_cast<void *>(p) + total : const_cast<void *>(p);
+}
 
 /* First address of a device's memory. */
 uintptr_t memory_of(int device) { return (uintptr_t)seen + (size_t)device * nbytes_of_each; }
@@ -109,7 +140,11 @@ void deallocate_pinned(void *p)
         auto found = pinned.find((uintptr_t)p);
         forget_accesses(found->first, found->second);
         pinned.erase(found);
-        free(p);
+        leaving.push_back({p, {}});
+        for (Stream *s : all_streams()) {
+            leaving.back().after.push_back({s, s->queued});
+        }
+        free_what_is_done();
     }
 }
 

@@ -24,8 +24,8 @@ at::Tensor empty(Sizes sizes, Maybe<at::ScalarType> dtype, Maybe<c10::Layout>, M
 {
     find_place();
     c10::DeviceGuard guard(c10::Device(DEVICE, (c10::DeviceIndex)index_of(device)));
-    return at::Tensor(at::detail::empty_generic(sizes, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                                dtype_of(dtype), format));
+    const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+    return at::Tensor(at::detail::empty_generic(sizes, device_allocator(), keys, dtype_of(dtype), format));
 }
 
 at::Tensor empty_strided(Sizes sizes, Sizes strides, Maybe<at::ScalarType> dtype, Maybe<c10::Layout>,
@@ -33,6 +33,25 @@ at::Tensor empty_strided(Sizes sizes, Sizes strides, Maybe<at::ScalarType> dtype
 {
     find_place();
     return new_tensor(index_of(device), sizes, strides, dtype_of(dtype));
+}
+
+/* No memory: torch's zeros that stand for a gradient. */
+struct NoMemory final : c10::Allocator {
+    c10::DataPtr allocate(size_t) override
+    {
+        return {nullptr, c10::Device(DEVICE, (c10::DeviceIndex)this_thread().device)};
+    }
+    void copy_data(void *, const void *, size_t) const override {}
+};
+
+at::Tensor zeros_without_memory(Sizes sizes, Maybe<at::ScalarType> dtype, Maybe<c10::Layout>, Maybe<c10::Device> device,
+                                Maybe<bool>)
+{
+    static NoMemory *allocator = new NoMemory;
+    const c10::DispatchKeySet keys({c10::DispatchKey::PrivateUse1, c10::DispatchKey::ZeroTensor});
+
+    c10::DeviceGuard guard(c10::Device(DEVICE, (c10::DeviceIndex)index_of(device)));
+    return at::Tensor(at::detail::empty_generic(sizes, allocator, keys, dtype_of(dtype), std::nullopt));
 }
 
 at::Tensor as_strided(const at::Tensor &self, Sizes sizes, Sizes strides, Maybe<int64_t> offset)
@@ -104,8 +123,8 @@ at::Tensor &set_tensor(at::Tensor &self, const at::Tensor &other)
 at::Tensor &set_nothing(at::Tensor &self)
 {
     const c10::Device d = self.device();
-    return set_storage(self, c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, d), device_allocator(), true),
-                       0, {0}, {1});
+    c10::Storage none(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, d), device_allocator(), true);
+    return set_storage(self, std::move(none), 0, {0}, {1});
 }
 
 void record_stream(at::Tensor &self, c10::Stream s)
@@ -121,7 +140,10 @@ int64_t attention_choice(const at::Tensor &, const at::Tensor &, const at::Tenso
     return 0;
 }
 
-c10::OperatorHandle operator_named(const char *name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
+c10::OperatorHandle operator_named(const char *name)
+{
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
 
 void convolution(const c10::OperatorHandle &, c10::Stack *stack)
 {
@@ -157,6 +179,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
 
     m.impl("empty.memory_format", &virtual_device::empty);
     m.impl("empty_strided", &virtual_device::empty_strided);
+    m.impl("_efficientzerotensor", &zeros_without_memory);
     m.impl("as_strided", &virtual_device::as_strided);
     m.impl("view", &virtual_device::view);
     m.impl("_reshape_alias", &reshape_alias);
@@ -168,7 +191,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("record_stream", &virtual_device::record_stream);
     m.impl("_fused_sdp_choice", &attention_choice);
     m.impl("convolution_overrideable", CppFunction::makeFromBoxedFunction<&virtual_device::convolution>());
-    m.impl("convolution_backward_overrideable", CppFunction::makeFromBoxedFunction<&virtual_device::convolution_backward>());
+    m.impl("convolution_backward_overrideable",
+           CppFunction::makeFromBoxedFunction<&virtual_device::convolution_backward>());
     for (const char *name : {"native_layer_norm", "native_group_norm", "native_dropout"}) {
         m.impl(name, CppFunction::makeFromBoxedFunction<&as_the_cpu>());
     }

@@ -206,7 +206,7 @@ void wait(Stream *s, const Event &e)
     }
     s->clock.join(known());
     s->clock.join(e.clock);
-    if (e.capture != nullptr) {
+    if (e.capture != nullptr && e.stream->capture == e.capture) {          /* it goes on: the stream joins it */
         s->capture = e.capture;
     }
     if (e.stream != s && e.stream->done < e.count) {

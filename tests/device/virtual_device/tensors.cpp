@@ -29,7 +29,8 @@ Operation again(const Operation &op)
 CpuOnly::CpuOnly() : before(c10::impl::tls_local_dispatch_key_set())
 {
     const c10::DispatchKeySet included(c10::DispatchKey::BackendSelect);
-    const c10::DispatchKeySet excluded = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+    const c10::DispatchKeySet excluded =
+        c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
 
     c10::impl::PODLocalDispatchKeySet keys = {};
     keys.set_included(included);
@@ -127,7 +128,8 @@ void Aliases::put_back_sizes(const Operation &op)
     }
     for (const Pair &p : tensors) {
         if (p.device.sizes() != p.cpu.sizes() || p.device.strides() != p.cpu.strides()) {
-            p.device.unsafeGetTensorImpl()->set_sizes_and_strides(p.cpu.sizes(), p.cpu.strides(), p.cpu.storage_offset());
+            p.device.unsafeGetTensorImpl()->set_sizes_and_strides(p.cpu.sizes(), p.cpu.strides(),
+                                                                  p.cpu.storage_offset());
         }
     }
 }
@@ -210,7 +212,8 @@ void use_tensor(const Operation &op, const at::Tensor &t, bool writes, std::vect
     if (t.is_contiguous()) {
         use_range(op, (const char *)data, t.nbytes(), writes, ranges);
     } else {
-        use_values(op, {data, (int64_t)t.itemsize(), (int)t.dim(), t.sizes().data(), t.strides().data()}, writes, ranges);
+        const Values values = {data, (int64_t)t.itemsize(), (int)t.dim(), t.sizes().data(), t.strides().data()};
+        use_values(op, values, writes, ranges);
     }
 }
 
