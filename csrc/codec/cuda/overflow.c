@@ -139,5 +139,6 @@ int gck_overflow_is_captured(const uint32_t *word)
     pthread_mutex_lock(&mutex);
     const pool *p = pool_of(word, &i);
     const int captured = p != NULL && p->use[i] == RETIRED;
+    pthread_mutex_unlock(&mutex);
     return captured;
 }
