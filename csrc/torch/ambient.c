@@ -124,11 +124,11 @@ static int enter_contexts(const gck_py *py, const gck_ambient *a, int autocast, 
     PyObject *enter = PyList_New(0), *leave = enter != NULL ? PyList_New(0) : NULL;
     int status = leave == NULL || (autocast && gck_autocast_plan(py, &a->autocast, enter, leave) < 0) ? -1 : 0;
 
-    if (status == 0) {
-        s->leave = Py_NewRef(leave);
-        status = a->device != NULL ? enter_device(py, a, with_device, enter, leave, s) : 0;
+    if (status == 0 && a->device != NULL) {
+        status = enter_device(py, a, with_device, enter, leave, s);
     }
-    if (status == 0) {
+    if (status == 0) {                           /* nothing was entered before */
+        s->leave = Py_NewRef(leave);
         status = run_calls(enter);
     }
     Py_XDECREF(enter);

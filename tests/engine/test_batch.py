@@ -212,6 +212,21 @@ static int decode(const gck_bytes *p, const gck_tensor *out, int n)
     const gck_codec gck_codec_##name = {#name, "", GCK_BIT(GCK_BF16), 0.0, {{0}}, NULL, 128, id == 1, 0,         \\
                                         encode_host, decode_host, encode, decode};
 GCK_CODECS(DEFINE, DEFINE, _)
+
+/* A kind of device whose kernels are the codecs' own. */
+static int encode_of(const gck_codec *codec, const gck_tensor *x, const gck_bytes *p, const gck_how *how, int n)
+{
+    return codec->encode(x, p, how, n);
+}
+static int decode_of(const gck_codec *codec, const gck_bytes *p, const gck_tensor *out, int n)
+{
+    return codec->decode(p, out, n);
+}
+static const gck_device_kind kind = {.name = "stub", .encode = encode_of, .decode = decode_of};
+const gck_device_kind *gck_device_kind_at(int number) { return number == 0 ? &kind : NULL; }
+int gck_overflow_listen(const gck_tensor *x, const gck_how *how, int n) { return (void)x, (void)how, (void)n, GCK_OK; }
+const char *gck_cuda_error(int status) { return (void)status, ""; }
+
 int run(const gck_tensor *x, const gck_bytes *payloads, const gck_how *how, int n, int decodes)
 {
     const gck_codec *codec = gck_codec_find("fp8_e4m3");

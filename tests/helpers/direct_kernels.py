@@ -269,6 +269,7 @@ class DeviceKernels:
     def encode(self, codec, x, payload, overflow=None):
         payloads = (Bytes * 1)(Bytes(payload.ctypes.data, None))
         how = ctypes.byref(How(None, overflow)) if overflow else None
+        x.stream = 1  # the legacy default stream is never captured
         self.library.gck_overflow_listen(ctypes.byref(x), how, 1)
         return getattr(self.library, f"gck_{codec}_encode_cuda")(ctypes.byref(x), payloads, how, 1)
 
