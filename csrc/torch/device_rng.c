@@ -6,6 +6,7 @@
 #include "torch/calls.h"
 #include "torch/device.h"
 #include "torch/input.h"
+#include "torch/stream.h"
 
 enum { MOST_DEVICES = 16, MOST_DEPTH = 16 };
 
@@ -143,6 +144,23 @@ static int append_state(const gck_py *py, PyObject *states, PyObject *generator)
     return state == NULL ? -1 : gck_append(states, Py_BuildValue("(ON)", generator, state));
 }
 
+/* A graph that is replayed draws other numbers each time, which no state of now tells: a recompute in it could not
+ * draw the forward's.  0 or -1. */
+static int refuse_captured(const gck_py *py, int device)
+{
+    void *stream;
+
+    if (gck_stream_of(py->dlpack, device, &stream) != 0) {
+        return -1;
+    }
+    if (gck_stream_is_captured(device, stream)) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a region in a captured graph cannot draw the forward's random "
+                                            "numbers again; pass preserve_rng_state=False and draw none inside");
+        return -1;
+    }
+    return 0;
+}
+
 /* The states of these devices: 1; 0: Python has to ask; -1. */
 static int capture(const gck_py *py, const found *f, PyObject **states)
 {
@@ -192,6 +210,9 @@ int gck_device_rng_capture(gck_py *py, PyObject *args, PyObject *kwargs, int pre
     seen = seen > 0 && exact && !is_one_kind(&f) ? 0 : seen;
     if (seen > 0 && (f.n == 0 || !preserve)) {   /* faster */
         return 0;
+    }
+    for (int i = 0; seen > 0 && !exact && i < f.n; i++) {
+        seen = refuse_captured(py, f.devices[i]) < 0 ? -1 : seen;
     }
     seen = seen > 0 ? capture(py, &f, states) : seen;
     if (seen != 0) {

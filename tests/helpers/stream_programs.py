@@ -53,7 +53,7 @@ class Program:
         saved = self.formats.choice([None, None, *self.codecs])
         hooks = gradckpt.compress_saved(saved) if saved and not plain else contextlib.nullcontext()
         with hooks:
-            for _ in range(self.choose.randint(3, 9)):
+            for _ in range(self.choose.randint(3, 20)):  # more than may wait for their operator
                 self.step()
             loss = self.loss()
         self.backward(loss)
@@ -146,8 +146,10 @@ def apply(kind, h, weight):
 
 
 def check(seed):
-    """What is wrong with the program of this seed, a list of words; None: torch alone leaves accesses
-    unordered there."""
+    """What is wrong with the program of this seed, a list of words.
+
+    None: torch alone leaves accesses unordered there.
+    """
     virtual_device.order_threads(True)  # threads hand over by join()
     exact = seed % 3 == 0
     virtual_device.late()

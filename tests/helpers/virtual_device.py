@@ -234,6 +234,9 @@ def kernel_errors():
     return library().virtual_kernel_errors()
 
 
+_captured = set()
+
+
 class Graph:
     """Work that was captured on a stream; replay() runs it again on the current stream."""
 
@@ -243,9 +246,11 @@ class Graph:
     def capture_begin(self, stream=None):
         self._stream = stream or torch.accelerator.current_stream()
         _call("virtual_begin_capture", self._stream.device_index, self._stream.stream_id)
+        _captured.add(self._stream)
 
     def capture_end(self):
         where = self._stream.device_index, self._stream.stream_id
+        _captured.discard(self._stream)
         _call("virtual_end_capture", *where, ctypes.byref(self._graph))
 
     def replay(self):
@@ -351,6 +356,7 @@ def _module():
         "current_device": torch.accelerator.current_device_index,
         "set_device": lambda device: torch.accelerator.set_device_index(_index(device)),
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: torch.accelerator.current_stream() in _captured,
         "is_initialized": lambda: True,
         "init": lambda: None,
         "_lazy_init": lambda: None,
