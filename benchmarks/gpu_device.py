@@ -71,6 +71,7 @@ def register(kind: str) -> None:
         )
     if not hasattr(torch, VIRTUAL):
         module.load()
+        module.introduce()
 
 
 class Device:

@@ -184,6 +184,7 @@ class SavedSamples:
         self.region = name_of(function)
         self.given_up = False
         self._start = private.next_node_number()
+        self._stream: Any = None  # of the samples' device, on which all of them are taken and read
         self._exact: dict[int, _Sample] = {}
         self._restored: dict[int, _Sample] = {}
         self._poles: list[tuple[int, Pole]] = []
@@ -205,12 +206,20 @@ class SavedSamples:
             with private.without_function_modes():
                 if not x.is_floating_point() or not x.numel() or (x.is_leaf and x.requires_grad):
                     return
-                if _is_capturing(x.device):
+                if _is_capturing(x.device) or not self._is_ordered(x.device):
                     self.given_up = True
                     return
                 samples[slot] = _sample_of(x, with_line, ends_alone)
         except Exception as error:
             self._give_up(error)
+
+    def _is_ordered(self, device: torch.device) -> bool:
+        """Return whether the device's current stream is that of the samples before."""
+        if device.type == "cpu":
+            return True
+        stream = torch.accelerator.current_stream(device)
+        self._stream = stream if self._stream is None else self._stream
+        return bool(stream == self._stream)
 
     def _give_up(self, error: Exception) -> None:
         self.given_up = True
@@ -223,7 +232,9 @@ class SavedSamples:
         """
         try:
             with private.without_function_modes():
-                self._poles = [] if self.given_up else list(_poles_behind(frame, result, self._start, most))
+                if self.given_up or not (self._stream is None or self._is_ordered(self._stream.device)):
+                    return False
+                self._poles = list(_poles_behind(frame, result, self._start, most))
                 wanted = {slot for slot, _ in self._poles}
                 for slot, sample in self._exact.items():
                     if slot not in wanted:
@@ -256,6 +267,8 @@ class SavedSamples:
         ]
         pairs = [(sample, self._restored[slot]) for slot, sample in self._exact.items() if slot in self._restored]
         if not pairs:
+            return None
+        if self._stream is not None and not self._is_ordered(self._stream.device):
             return None
         with torch.no_grad(), private.without_function_modes():
             rows = [_compared(each) for each in poles]

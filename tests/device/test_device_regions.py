@@ -340,3 +340,34 @@ def test_backward_on_another_thread_and_stream():
     assert (run("int8") - want).norm() / want.norm() < 0.05
     virtual_device.order_threads(False)
     virtual_device.reports()
+
+
+def test_a_payload_outlives_its_decode_on_another_stream():
+    """The region's operators run on a stream of their own, and so does its recompute; the memory of
+    the payload goes back to the stream of its input."""
+    here, side = torch.virtual.current_stream(), torch.Stream(device="virtual")
+    weight = (torch.randn(256, 256) / 16).to("virtual").requires_grad_()
+    x = torch.randn(256, 256).to("virtual").requires_grad_() * 1
+    torch.virtual.synchronize()
+
+    def function(t):
+        side.wait_stream(torch.virtual.current_stream())
+        t.record_stream(side)
+        with side:
+            return (t @ weight).sin()
+
+    y = gradckpt.checkpoint(function, x, compress="int8")
+    here.wait_stream(side)
+    junk = []
+
+    def take_memory(gradient):
+        with here:  # which has not waited for the recompute
+            junk.extend(torch.empty(n, dtype=torch.uint8, device="virtual") for n in (256 * 256, 1024) * 3)
+
+    weight.register_hook(take_memory)
+    y.sum().backward()
+    del y
+    with here:
+        junk.extend(torch.empty(n, dtype=torch.uint8, device="virtual") for n in (256 * 256, 1024) * 3)
+    torch.virtual.synchronize()
+    assert virtual_device.reports() == []
