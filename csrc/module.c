@@ -6,6 +6,7 @@
 #include "torch/ops.h"
 #include "torch/paper.h"
 #include "torch/tensor.h"
+#include "engine/memory_use.h"
 #include "engine/region_choice.h"
 #include "engine/state.h"
 #include "engine/payload/eligible.h"
@@ -307,6 +308,9 @@ static PyMethodDef methods[] = {
     {"choose_options", (PyCFunction)(void (*)(void))gck_choose_options_py, METH_VARARGS | METH_KEYWORDS,
      "choose_options(regions, options, kept, need, time, error, last_need, budget, error_budget=0, buckets=4096)\n"
      "--\n\nChoose an option for each region of a chain; csrc/planner/planner.h describes the problem."},
+    {"memory_use", (PyCFunction)(void (*)(void))gck_memory_use_py, METH_VARARGS | METH_KEYWORDS,
+     "memory_use(changes, expandable=False, capacity=None)\n--\n\nPlay allocations and releases as torch's caching "
+     "allocator for CUDA does; csrc/planner/caching_allocator.h has its rules."},
     {"set_on_paper", gck_set_on_paper_py, METH_VARARGS,
      "set_on_paper(first, end, /)\n--\n\nLeave memory at these addresses untouched in this thread; 0, 0: none."},
     {NULL, NULL, 0, NULL},

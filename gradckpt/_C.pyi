@@ -74,6 +74,16 @@ class Choice(TypedDict):
     front: list[tuple[int, int, int]]  # (budget, time, error), at most 1,024, by ascending budget
     exact: bool  # nothing was thinned: all of the above is optimal
 
+@type_check_only
+class MemoryUse(TypedDict):
+    """The result of memory_use()."""
+
+    completed: bool
+    requested: int  # the most bytes at a time that were asked for
+    allocated: int  # and in blocks: memory_stats()["allocated_bytes.all.peak"]
+    reserved: int  # and in segments
+    needed: int | None  # the smallest capacity from which on the trace completes; None: one was given
+
 @disjoint_base
 class Context:
     storage: Any
@@ -170,6 +180,10 @@ def choose_options(
     error_budget: int = 0,
     buckets: int = 4096,
 ) -> Choice: ...
+
+# Rows of native 64-bit integers: bytes > 0 allocates on a stream under a name below the number of
+# rows, 0 releases what has that name. Without a capacity there is no limit.
+def memory_use(changes: Buffer, expandable: bool = False, capacity: int | None = None) -> MemoryUse: ...
 def forget_types() -> None: ...
 def guard_hooks(hooks: dict[int, Any], type: type, kind: type, /) -> None: ...
 def encode(x: Any, codec: str, dither: tuple[int, int, int] | None = None, /) -> Payload: ...
