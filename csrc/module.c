@@ -312,7 +312,8 @@ static PyMethodDef methods[] = {
      "memory_use(changes, expandable=False, capacity=None)\n--\n\nPlay allocations and releases as torch's caching "
      "allocator for CUDA does; csrc/planner/caching_allocator.h has its rules."},
     {"set_on_paper", gck_set_on_paper_py, METH_VARARGS,
-     "set_on_paper(first, end, /)\n--\n\nLeave memory at these addresses untouched in this thread; 0, 0: none."},
+     "set_on_paper(first, end, is_device, /)\n--\n\nLeave memory at these addresses untouched in this thread; 0, 0: "
+     "none. is_device: treat tensors as a device's."},
     {NULL, NULL, 0, NULL},
 };
 

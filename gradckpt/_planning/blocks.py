@@ -11,6 +11,7 @@ from typing import Any
 from torch.nn import Module, ModuleList, Sequential
 
 from gradckpt._models.switch import Handle, Modules, snapshot, take_off
+from gradckpt._planning.needed_memory import with_own_storages
 from gradckpt._planning.step_trace import Segment
 from gradckpt._settings import EXACT
 
@@ -45,16 +46,17 @@ def unrolled(segments: Sequence[Segment]) -> list[Segment]:
     """Return one segment for each that counts several times, in the order of the step: the blocks
     that it stands for run forward by their numbers, and backward from the last.
     """
-    found: list[Segment] = []
-    for (block, times), cycle in itertools.groupby(segments, lambda segment: (segment.block, segment.times)):
+    found: list[tuple[int, Segment]] = []
+    places = enumerate(segments)
+    for (block, times), cycle in itertools.groupby(places, lambda each: (each[1].block, each[1].times)):
         if block is None or times == 1:
             found += cycle
             continue
         repeated = list(cycle)
         blocks = range(block, block + times)
-        for each in reversed(blocks) if repeated[0].phase == "backward" else blocks:
-            found += [dataclasses.replace(segment, block=each, times=1) for segment in repeated]
-    return found
+        for number in reversed(blocks) if repeated[0][1].phase == "backward" else blocks:
+            found += [(i, dataclasses.replace(segment, block=number, times=1)) for i, segment in repeated]
+    return with_own_storages(segments, found)
 
 
 def find_blocks(model: Module, modules: Modules = None) -> list[Module]:

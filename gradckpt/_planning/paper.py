@@ -110,7 +110,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     the number of events before it. ``operator``: the running one. ``data_dependent``: the size of
     a result depended on values.
 
-    ``device_is_cpu``: count what the CPU's convolutions allocate. ``concentrated``: routers choose
+    ``device_is_cpu``: count what the CPU's convolutions allocate; else payloads are kept as a device
+    keeps them: not shared, with the originals that codecs which may overflow hold until it answers. ``concentrated``: routers choose
     by values that do not exist; ``False`` lets them choose all experts equally often, ``True`` the
     first ones for nearly every token, which needs most memory. ``rest``: the others' choices, as a
     part of those of the first.
@@ -185,7 +186,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     def __enter__(self) -> Any:
         uses_of_one()  # while no backward runs
         first = torch.frombuffer(self._space, dtype=torch.uint8, count=1).data_ptr()
-        _C.set_on_paper(first, first + _ADDRESSES)
+        _C.set_on_paper(first, first + _ADDRESSES, not self.device_is_cpu)
         self._get_rng_state = torch.get_rng_state
         torch.get_rng_state = lambda: self._get_rng_state().clone()  # which this mode sees
         _Storage.resize_ = lambda storage, size: self._resize(storage, size)
@@ -196,7 +197,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         super().__exit__(*error)
         torch.get_rng_state = self._get_rng_state
         del _Storage.resize_, _Storage.nbytes  # those of its base are back
-        _C.set_on_paper(0, 0)
+        _C.set_on_paper(0, 0, False)
 
     def _nbytes(self, storage: Any) -> int:
         return 0 if storage._cdata in self._emptied else int(private.StorageBase.nbytes(storage))

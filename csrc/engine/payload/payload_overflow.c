@@ -3,6 +3,7 @@
 
 #include "gradckpt.h"
 #include "torch/input.h"
+#include "torch/paper.h"
 #include "torch/tensor.h"
 #include "engine/payload/payload_room.h"
 
@@ -16,7 +17,7 @@ static const int64_t SECOND = 1000000000;
 
 int gck_payload_overflow_begin(gck_payload *p)
 {
-    if (!p->codec->may_overflow || p->numel == 0 || (p->device < 0 && !p->state->late_overflow)) {
+    if (!p->codec->may_overflow || p->numel == 0 || (!gck_counts_as_device(p->device) && !p->state->late_overflow)) {
         return 0;
     }
     Py_BEGIN_ALLOW_THREADS                       /* the first one of a device allocates memory */
@@ -39,6 +40,14 @@ void gck_payload_overflow_encoded(gck_payload *p, PyObject *x, int status)
     p->kept = Py_NewRef(x);
     p->next_pending = p->state->pending;
     p->state->pending = p;
+}
+
+/* A step on paper gives each answer when it is waited for, so as many originals are held as ever may be. */
+static void answer_on_paper(gck_payload *p)
+{
+    if (p->overflow != NULL && gck_on_paper()) {
+        write_flag(p, p->late);
+    }
 }
 
 /* Take p off the list and give its word back. */
@@ -130,6 +139,7 @@ static int await(gck_payload *p, int seconds)
     struct timespec pause = {0, 10000};
     int64_t patience = p->state->late_overflow ? p->state->late_overflow : seconds * SECOND;
 
+    answer_on_paper(p);
     while (p->overflow != NULL && *word == GCK_OVERFLOW_PENDING) {         /* another thread may have settled p */
         if (patience < 0 || gck_overflow_is_captured(p->overflow)) {
             return 0;
@@ -185,6 +195,7 @@ int gck_payload_overflow_original(gck_payload *p, PyObject **original)
     int64_t now = -1;
     int came = 1;
 
+    answer_on_paper(p);
     for (*original = NULL; came > 0; Py_DECREF(kept)) {
         gck_payload_overflow_poll(p->state);
         if ((kept = Py_XNewRef(p->kept)) == NULL) {      /* owned: a question runs Python, which may settle p */

@@ -1,12 +1,16 @@
 /* sharing.c: finds the payload that another use of the same tensor may share. */
 #include "engine/payload/sharing.h"
 
+#include "torch/paper.h"
 #include "torch/tensor.h"
 #include "engine/payload/layout.h"
 
 #include <string.h>
 
 enum { SCRATCH = 8192 };           /* bytes: up to so many are compared without a payload     */
+
+/* Payloads are shared where their bytes can be compared at once: not on a device. */
+static int may_share(const gck_payload *p) { return !gck_counts_as_device(p->device); }
 
 /* 1 when it was read through the same view, and gives the layout that is requested. */
 static int same_view(const gck_payload *p, const gck_tensor *view, int exact)
@@ -43,7 +47,7 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
     for (int i = 0; seen >= 0 && i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
         if (p == NULL || p->codec != codec || p->stochastic != stochastic || (p->waits != NULL && p->waits != batch)
-            || p->device >= 0 || !gck_payload_has_bytes(p) || p->overflow != NULL
+            || !may_share(p) || !gck_payload_has_bytes(p) || p->overflow != NULL
             || PyWeakref_GetObject(p->original) != in->x || p->version != in->version
             || p->requires_grad != in->requires_grad || p->leaf != in->leaf) {
             continue;
@@ -88,7 +92,7 @@ int gck_sharing_holds(gck_payload *first, gck_input *in)
     gck_how how;
     int status;
 
-    if (first->device >= 0 || first->nbytes > SCRATCH || !gck_payload_has_bytes(first) || first->overflow != NULL) {
+    if (!may_share(first) || first->nbytes > SCRATCH || !gck_payload_has_bytes(first) || first->overflow != NULL) {
         return 0;
     }
     if (gck_payload_work(first, in->x, first->arrays, &view, &bytes, &how) < 0) {
