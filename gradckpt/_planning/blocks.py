@@ -20,8 +20,10 @@ __all__ = ["Blocks", "find_blocks", "likeness", "regions_to_plan", "shortened", 
 #: Attributes that only number a block.
 _NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index"}
 
-#: Of a run of equal blocks, the first and the last ones that a shorter model keeps.
-_ENDS = 2
+#: Of a run of equal blocks, the first and the last ones that a shorter model keeps. The fourth
+#: stands for others: by then a device holds as many originals as ever, which are two, and the
+#: first block's input may be a leaf.
+_FIRST, _LAST = 4, 2
 
 
 @dataclasses.dataclass
@@ -98,10 +100,10 @@ def shortened(model: Module, blocks: list[Module], options: Sequence[Hashable] |
     with contextlib.ExitStack() as stack:
         for container in [m for m in model.modules() if type(m) in (ModuleList, Sequential)]:
             children = list(container._modules.values())
-            runs = [run for run in _runs(children, option) if len(run) > 2 * _ENDS + 1]
+            runs = [run for run in _runs(children, option) if len(run) > _FIRST + _LAST + 1]
             for run in runs:
-                middle = run[_ENDS:-_ENDS]
-                dropped.update({number[id(block)]: number[id(run[_ENDS - 1])] for block in middle})
+                middle = run[_FIRST:-_LAST]
+                dropped.update({number[id(block)]: number[id(run[_FIRST - 1])] for block in middle})
             if runs:
                 stack.callback(_put_back(container))
                 left = [child for child in children if number.get(id(child), -1) not in dropped]

@@ -80,8 +80,8 @@ def held_blocks(model: Module, fixed: Mapping[str, int]) -> list[int]:
 def with_own_storages(segments: Sequence[Segment], unrolled: Sequence[tuple[int, Segment]]) -> list[Segment]:
     """Return the segments of a whole step, each with storages of its own.
 
-    ``segments``: of a shorter step, in which one block may stand for several. ``unrolled``: for each
-    segment of the whole step its place in the shorter one, and itself with the block that it is of.
+    ``segments``: of a shorter step, in which one block may stand for several. ``unrolled``: for
+    each segment of the whole step its place in the shorter one, and itself with its block.
     """
     shorter = _Shorter(segments)
     alive: dict[Hashable, int] = {}
@@ -95,25 +95,26 @@ def with_own_storages(segments: Sequence[Segment], unrolled: Sequence[tuple[int,
             if storage < 0:
                 changes.extend((size, storage))
             elif size > 0:
-                key = shorter.slots[place], segment.block, size, ordinals[size]
+                key: Hashable = (shorter.slots[place], segment.block, size, ordinals[size])
                 ordinals[size] += 1
                 alive[key] = count
                 copies.setdefault(storage, []).append(key)
                 changes.extend((size, count))
                 count += 1
             elif size:
-                keys = shorter.released(place, k, segment.block, storage, -size) or copies.get(storage, [])
+                keys = [key for key in shorter.released(place, k, segment.block, storage, -size) if key in alive][:1]
+                if not shorter.is_of_neighbour(place, storage):
+                    keys = [key for key in copies.get(storage, []) if key in alive]
                 for key in keys:
-                    if (name := alive.pop(key, None)) is not None:
-                        changes.extend((size, name))
+                    changes.extend((size, alive.pop(key)))
         found.append(dataclasses.replace(segment, changes=changes))
     return found
 
 
 class _Shorter:
-    """A step in which blocks stand for several, and what each of these releases of its neighbours'.
+    """A step in which blocks stand for several, and what these release of their neighbours'.
 
-    ``slots``: what each segment is in its block, the how manyth of its phase; outside of blocks itself.
+    ``slots``: what each segment is in its block: the how manyth of its phase.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -138,12 +139,16 @@ class _Shorter:
                     self._made.setdefault(storage, (i, ordinals[size]))
                     ordinals[size] += 1
         self._numbers = [self._numbered(i) for i in range(len(segments))]
-        self._of = [{kind: storage for kind, storage in each.values()} for each in self._numbers]
+        self._of = [dict(each.values()) for each in self._numbers]
 
     def _offset(self, place: int, storage: int) -> int | None:
-        """Return how many blocks after a segment's the storage was made; None: outside of blocks."""
+        """Return how many blocks after a segment's a storage was made; None: outside of them."""
         own, maker = self._segments[place].block, self._segments[self._made[storage][0]].block
         return None if own is None or maker is None else self._rank[maker] - self._rank[own]
+
+    def is_of_neighbour(self, place: int, storage: int) -> bool:
+        """Return whether a segment and that in which the storage was made are of blocks."""
+        return storage in self._made and self._offset(place, storage) is not None
 
     def _numbered(self, place: int) -> dict[int, tuple[Hashable, int]]:
         """Return, for each release of a neighbour's storage, the how manyth of its size it is."""
@@ -156,21 +161,23 @@ class _Shorter:
         return found
 
     def released(self, place: int, k: int, block: int | None, storage: int, size: int) -> list[Hashable]:
-        """Return the key of what change ``k`` of a segment releases where it is of this block; none:
-        all copies of the storage.
+        """Return the keys of what change ``k`` of a segment may release where it is of this block,
+        the likeliest first.
         """
-        if storage not in self._made or (offset := self._offset(place, storage)) is None:
+        if not self.is_of_neighbour(place, storage):
             return []
+        offset = self._offset(place, storage)
         by, number = self._made[storage]
         own, maker = self._segments[place], self._segments[by]
         assert block is not None
         assert own.block is not None
-        if own.times == maker.times == 1:
-            return [(self.slots[by], maker.block, size, number)]
+        assert offset is not None
+        own_key = self.slots[by], maker.block, size, number
         if offset and own.block <= block + offset < own.block + own.times:  # another copy: as neighbours of copies do
             rank = self._rank[own.block] - offset
             like = self._at.get((self.slots[place], rank))
             other = self._of[like].get(self._numbers[place][k][0]) if like is not None else None
             if other is not None:
                 by, number = self._made[other]
-        return [(self.slots[by], block + offset, size, number)]
+        near = self.slots[by], block + offset, size, number
+        return [own_key, near] if own.times == maker.times == 1 else [near]

@@ -110,11 +110,11 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     the number of events before it. ``operator``: the running one. ``data_dependent``: the size of
     a result depended on values.
 
-    ``device_is_cpu``: count what the CPU's convolutions allocate; else payloads are kept as a device
-    keeps them: not shared, with the originals that codecs which may overflow hold until it answers. ``concentrated``: routers choose
-    by values that do not exist; ``False`` lets them choose all experts equally often, ``True`` the
-    first ones for nearly every token, which needs most memory. ``rest``: the others' choices, as a
-    part of those of the first.
+    ``device_is_cpu``: count what the CPU's convolutions allocate; else keep payloads as a device
+    does: not shared, and codecs that may overflow hold originals until it answers.
+    ``concentrated``: routers choose by values that do not exist; ``False`` lets them choose all
+    experts equally often, ``True`` the first ones for nearly every token, which needs most memory.
+    ``rest``: the others' choices, as a part of those of the first.
     """
 
     supports_higher_order_operators = True

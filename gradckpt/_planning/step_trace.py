@@ -68,9 +68,9 @@ class Peak:
 @dataclasses.dataclass(slots=True)
 class Segment:
     """A stretch of the step: ``phase`` of ``block``. ``events``: (bytes, kind). ``payload_bytes``:
-    codecs read and write them for what they encode here. It counts ``times`` times. ``changes``: on a
-    device the allocations and releases themselves, as :func:`gradckpt._planning.needed_memory.pairs`
-    reads them.
+    codecs read and write them for what they encode here. It counts ``times`` times. ``changes``: on
+    a device the allocations and releases themselves, as
+    :func:`gradckpt._planning.needed_memory.pairs` reads them.
     """
 
     phase: str
@@ -190,8 +190,8 @@ class _Up:
 
 @dataclasses.dataclass(slots=True)
 class StepTrace:
-    """One step. ``data_dependent``: sizes depended on which experts tokens choose. ``lift``: what the
-    allocator needs beyond the peak; None: it was not asked yet.
+    """One step. ``data_dependent``: sizes depended on which experts tokens choose. ``lift``: what
+    the allocator needs beyond the peak; None: it was not asked yet.
     """
 
     segments: list[Segment]
@@ -246,8 +246,8 @@ def trace_step(
         concentrated: Let nearly every token choose the same experts. Few tokens must choose the
             others, since these get gradients then; sizes are larger by these tokens' part, so that
             no other choice needs more.
-        cuda: Count what CUDA's kernels save, instead of the CPU's, keep payloads as a device does, and
-            note ``changes``.
+        cuda: Count what CUDA's kernels save, instead of the CPU's, keep payloads as a device does,
+            and note ``changes``.
 
     Raises:
         StepWrites: The step changes parameters.

@@ -11,7 +11,7 @@
 
 enum {
     MOST_OPEN = 2,                 /* originals of a device that may be held until their results come ... */
-    SMALL = 16 << 20,              /* ... and any number whose bytes together are fewer          */
+    SMALL = 16 << 20,              /* ... and any number whose bytes together are fewer, not on paper */
 };
 static const int64_t SECOND = 1000000000;
 
@@ -170,7 +170,7 @@ static gck_payload *oldest_of_too_many(const gck_payload *newest)
             bytes += p->bytes_in;
         }
     }
-    return open > MOST_OPEN && bytes > SMALL ? oldest : NULL;
+    return open > MOST_OPEN && (bytes > SMALL || gck_on_paper()) ? oldest : NULL;
 }
 
 int gck_payload_overflow_bound(gck_payload *newest)
