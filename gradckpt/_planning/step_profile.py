@@ -67,8 +67,8 @@ class StepProfile(abc.ABC):
     """
 
     estimated = False
-    #: What is there during the whole step of a device, block by block; None on the CPU, where a step
-    #: needs its peak.
+    #: What is there during the whole step of a device, block by block; None on the CPU, where the
+    #: peak is what a step needs.
     device_blocks: Sequence[int] | None = None
     hints: Mapping[str, Sequence[str]] = IN_PYTHON
 

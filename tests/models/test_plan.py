@@ -123,7 +123,7 @@ def test_a_shorter_model_has_the_peaks_of_the_whole(build, gradients):
     for setting in READY:
         whole, short, blocks = traces(model, ids(), setting)
         assert (short.size, short.parts) == (whole.size, whole.parts)
-        assert (len(blocks.modules), sum(blocks.times)) == (4, 12)
+        assert (len(blocks.modules), sum(blocks.times)) == (6, 12)
 
 
 def test_blocks_that_differ_stay():
