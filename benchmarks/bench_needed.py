@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import array
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ def payloads_of(segments: Sequence[Segment], codes: int) -> dict[int, int]:
     changes = [change for segment in segments for change in pairs(segment.changes)]
     return {
         storage: next_storage
-        for (size, storage), (next_size, next_storage) in zip(changes, changes[1:], strict=False)
+        for (size, storage), (next_size, next_storage) in itertools.pairwise(changes)
         if size == codes and next_size == codes // CODES
     }
 
@@ -112,9 +113,7 @@ def ways(segments: Sequence[Segment], codes: int, layers: int) -> dict[str, Call
     payloads = payloads_of(segments, codes)
     scales = set(payloads.values())
     guards.check(len(payloads) == layers, f"{len(payloads)} payloads of {codes:,} bytes, not {layers}")
-    joined = rewritten(
-        segments, lambda size, s: 0 if s in scales else size + size // CODES if s in payloads else size
-    )
+    joined = rewritten(segments, lambda size, s: 0 if s in scales else size + size // CODES if s in payloads else size)
     pooled = rewritten(segments, lambda size, s: 0 if s in scales else size)
     return {
         "int8": lambda **how: memory_use(segments, **how),

@@ -35,7 +35,7 @@ typedef struct {
     int64_t         allocated, reserved;     /* bytes of blocks in use, and of segments          */
     int64_t         most_allocated, most_reserved;
     gck_block      *blocks;                  /* malloc; unused ones are linked by `next`         */
-    int64_t         n, room;                 /* used so far, and that there are                  */
+    int64_t         n, room;                 /* used so far, and allocated                       */
     int32_t         unused;
     gck_block_order free[2], unmapped[2];    /* by `small`; room for all blocks each; malloc     */
     int64_t         end;                     /* of all addresses                                 */

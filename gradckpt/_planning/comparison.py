@@ -51,6 +51,9 @@ __all__ = [
 
 logger = logging.getLogger("gradckpt")
 
+#: Lengths whose step is run on paper, to find one that fits.
+_CHECKS = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -298,6 +301,10 @@ def compare_source(
             short.repeat(found.segments)
             return found
 
+        def needed_by(found: StepTrace) -> int:
+            segments = scaled(unrolled(found.segments), source.gradient_scale)
+            return int(memory_use(segments, blocks_held)["needed"])
+
         for setting in READY:
             progress(setting.name)
             traces = [trace(setting, length) for length in lengths]
@@ -308,18 +315,22 @@ def compare_source(
             if first.data_dependent:
                 largest = trace(setting, tokens, True)
                 more["at_most"] = held + largest.peak(source.gradient_scale).size
-            segments = scaled(unrolled(largest.segments), source.gradient_scale)
-            more["needed"] = needed = int(memory_use(segments, blocks_held)["needed"])
-            if len(traces) == 3:
-                adds = max(more.get("at_most", 0), held + peak.size) - held
-                more["longest"] = _longest(lengths, traces, source, (limit - held) * adds / (needed - held))
+            more["needed"] = needed_by(largest)
+            if len(traces) == 3 and limit is not None:
+                longest = _longest(lengths, traces, source, limit - held)
+
+                def needed_at(
+                    length: int, setting: Setting = setting, concentrated: bool = first.data_dependent
+                ) -> int:
+                    return needed_by(trace(setting, length, concentrated))
+
+                more["longest"] = _checked(longest, needed_at, held, limit)
             rows.append(_row(setting, peak, held, limit, **more))
     return Comparison(tuple(rows), fixed, limit, tuple(source.about), tokens, as_flags(source.flags, source.takes))
 
 
-def _longest(lengths: list[Any], traces: list[StepTrace], source: Any, limit: float) -> int | None:
-    """Return the most tokens with which no segment's peak exceeds the limit, in allocated bytes:
-    the allocator is supposed to need as many times more with each length.
+def _longest(lengths: list[Any], traces: list[StepTrace], source: Any, limit: int) -> int | None:
+    """Return the most tokens with which no segment's peak exceeds the limit.
 
     A segment's peak is a polynomial of degree two: of degree one, except where attention keeps its
     weights.
@@ -338,6 +349,15 @@ def _longest(lengths: list[Any], traces: list[StepTrace], source: Any, limit: fl
         middle = (low + high) // 2
         low, high = (middle, high) if peak_at(middle) <= limit else (low, middle)
     return low
+
+
+def _checked(longest: int | None, needed: Callable[[int], int], held: int, limit: int) -> int | None:
+    """Return about as many tokens, which the device's allocator can run within the limit."""
+    for _ in range(_CHECKS):
+        if not longest or (found := needed(longest)) <= limit:
+            break
+        longest = min(longest - 1, int(longest * (limit - held) / (found - held)))
+    return longest
 
 
 def _through(xs: list[int], ys: Sequence[float], x: int) -> float:

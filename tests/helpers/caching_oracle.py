@@ -1,6 +1,6 @@
-"""torch's caching allocator for CUDA as its documentation and its comments have it, in the simplest
-form: segments are lists of pieces, and every question looks at all of them. Nothing here is known to
-csrc/planner."""
+"""torch's caching allocator for CUDA as its documentation and its comments have it, in the
+simplest form: segments are lists of pieces, and every question looks at all of them. Nothing here
+is known to csrc/planner."""
 
 from dataclasses import dataclass, field
 

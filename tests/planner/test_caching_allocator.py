@@ -1,5 +1,5 @@
-"""_C.memory_use: torch's caching allocator for CUDA, rule by rule with numbers from the rules, against
-an oracle in Python (helpers/caching_oracle.py), and against a card where there is one."""
+"""_C.memory_use: torch's caching allocator for CUDA, rule by rule with numbers from the rules,
+against an oracle in Python (helpers/caching_oracle.py), and against a card where there is one."""
 
 import array
 import random
@@ -40,7 +40,11 @@ RULES = {
     "from 10 MiB on a segment of its own": ([("a", 10 * MIB)], 10 * MIB, 10 * MIB),
     "rounded up to 2 MiB, all of which the block has": ([("a", 11 * MIB)], 12 * MIB, 12 * MIB),
     "small and large do not share": ([("a", 9 * MIB), ("b", MIB)], 10 * MIB, 22 * MIB),
-    "1 MiB that is left of a large block stays with it": ([("a", 21 * MIB), "a", ("b", 20 * MIB + 512)], 22 * MIB, 22 * MIB),
+    "1 MiB that is left of a large block stays with it": (
+        [("a", 21 * MIB), "a", ("b", 20 * MIB + 512)],
+        22 * MIB,
+        22 * MIB,
+    ),
     "a rest of more is split": ([("a", 22 * MIB), "a", ("b", 20 * MIB)], 22 * MIB, 22 * MIB),
     "512 bytes are left of a small one": ([("a", 2 * KIB), ("b", MIB), ("c", MIB - 2 * KIB)], 2 * MIB, 2 * MIB),
     "the smallest block that is large enough": (
@@ -71,8 +75,8 @@ def test_rules(rule):
 
 
 def test_of_equal_blocks_that_of_the_lowest_address():
-    """`c` has a choice of two: `a`, which is a segment, and `b`, beside which is `x`. Where it takes
-    `b`, the segment goes back for `d`."""
+    """`c` has a choice of two: `a`, which is a segment, and `b`, beside which is `x`. Where it
+    takes `b`, the segment goes back for `d`."""
     rest = ["s", ("b", 12 * MIB), ("x", 12 * MIB), "a", "b", ("c", 12 * MIB), ("d", 14 * MIB)]
     a, s = ("a", 12 * MIB), ("s", 24 * MIB)
     assert use(trace(s, a, *rest), capacity=38 * MIB)["completed"]
@@ -93,8 +97,8 @@ def test_a_segment_with_a_block_in_it_does_not_go_back():
 
 
 def test_needed_is_the_smallest_capacity_from_which_on_all_complete():
-    """A trace may complete with less and fail with more: with less, a segment goes back earlier, and
-    its place is not taken by a block that stays."""
+    """A trace may complete with less and fail with more: with less, a segment goes back earlier,
+    and its place is not taken by a block that stays."""
     for seed in range(3000):
         changes = random_changes(random.Random(f"dips {seed}"), 24, 3)
         found = use(changes)
@@ -132,7 +136,9 @@ def test_whole_pages_go_back():
 
 
 def random_changes(rng, count, streams=1):
-    sizes = [rng.choice((rng.randint(1, MIB), rng.randint(MIB, 12 * MIB), rng.randint(10 * MIB, 60 * MIB))) for _ in range(5)]
+    sizes = [
+        rng.choice((rng.randint(1, MIB), rng.randint(MIB, 12 * MIB), rng.randint(10 * MIB, 60 * MIB))) for _ in range(5)
+    ]
     changes, alive = [], []
     for i in range(count):
         if alive and rng.random() < 0.48:
@@ -197,7 +203,9 @@ SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="builds the planner with gcc")
 def test_memory_of_its_own_may_run_out(tmp_path):
     """Each allocation fails in turn; under sanitizers."""
-    sources = [CSRC / "planner" / name for name in ("memory_trace.c", "caching_allocator.c", "block_order.c", "chain.c")]
+    sources = [
+        CSRC / "planner" / name for name in ("memory_trace.c", "caching_allocator.c", "block_order.c", "chain.c")
+    ]
     flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-Dmalloc=malloc_or_fail", "-Dfree=free_counted"]
     objects = []
     for each in sources:
@@ -210,7 +218,9 @@ def test_memory_of_its_own_may_run_out(tmp_path):
     assert said == "200 traces, every allocation failed once\n"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device, whose allocator could be compared")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch sees no CUDA device, whose allocator could be compared"
+)
 def test_a_card_has_the_same_numbers():
     """torch's allocator is empty at first: a process of its own would be needed elsewhere."""
     torch.cuda.empty_cache()
