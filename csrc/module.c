@@ -301,19 +301,15 @@ static PyMethodDef methods[] = {
     {"stats", gck_stats_py, METH_NOARGS, "stats()\n--\n\nReturn the raw counters of gradckpt.stats()."},
     {"reset_stats", gck_reset_stats_py, METH_NOARGS,
      "reset_stats()\n--\n\nReset all counters to zero, except those of live payloads."},
-    {"restart_peak", gck_restart_peak_py, METH_NOARGS,
-     "restart_peak()\n--\n\nReturn peak_live_bytes and begin it anew."},
-    {"on_paper", gck_on_paper_py, METH_NOARGS,
-     "on_paper()\n--\n\nReturn whether this thread runs a step on paper."},
+    {"restart_peak", gck_restart_peak_py, METH_NOARGS, "restart_peak()\n--\n\nReturn peak_live_bytes; begin it anew."},
+    {"on_paper", gck_on_paper_py, METH_NOARGS, "on_paper()\n--\n\nReturn whether a step runs on paper here."},
     {"choose_options", (PyCFunction)(void (*)(void))gck_choose_options_py, METH_VARARGS | METH_KEYWORDS,
      "choose_options(regions, options, kept, need, time, error, last_need, budget, error_budget=0, buckets=4096)\n"
      "--\n\nChoose an option for each region of a chain; csrc/planner/planner.h describes the problem."},
     {"memory_use", (PyCFunction)(void (*)(void))gck_memory_use_py, METH_VARARGS | METH_KEYWORDS,
-     "memory_use(changes, expandable=False, capacity=None)\n--\n\nPlay allocations and releases as torch's caching "
-     "allocator for CUDA does; csrc/planner/caching_allocator.h has its rules."},
+     "memory_use(changes, expandable=False, capacity=None)\n--\n\nPlay a trace; csrc/planner/memory_trace.h has more."},
     {"set_on_paper", gck_set_on_paper_py, METH_VARARGS,
-     "set_on_paper(first, end, is_device, /)\n--\n\nLeave memory at these addresses untouched in this thread; 0, 0: "
-     "none. is_device: treat tensors as a device's."},
+     "set_on_paper(first, end, is_device, /)\n--\n\nLeave these addresses untouched in this thread; 0, 0: none."},
     {NULL, NULL, 0, NULL},
 };
 

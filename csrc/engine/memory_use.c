@@ -17,7 +17,8 @@ static gck_memory_change *copy_changes(PyObject *object, int64_t *n)
         return NULL;
     }
     if (view.len % (Py_ssize_t)sizeof *changes != 0) {
-        PyErr_Format(PyExc_ValueError, "gradckpt: changes has %zd bytes; pass 24 for each: bytes, name, stream", view.len);
+        PyErr_Format(PyExc_ValueError, "gradckpt: changes has %zd bytes; pass 24 for each: bytes, name, stream",
+                     view.len);
     } else if ((changes = malloc((size_t)view.len + 1)) == NULL) {
         PyErr_NoMemory();
     } else {
@@ -69,7 +70,7 @@ PyObject *gck_memory_use_py(PyObject *module, PyObject *args, PyObject *keywords
     if (status == GCK_E_MEMORY) {
         return PyErr_NoMemory();
     }
-    PyErr_SetString(PyExc_ValueError, "gradckpt: a change releases what is not allocated, or allocates what is; or a "
-                                      "number is out of range; pass (bytes, name, stream), 0 bytes to release");
+    PyErr_SetString(PyExc_ValueError, "gradckpt: a change is out of range, or its name is used twice; pass (bytes, "
+                                      "name, stream), 0 bytes to release");
     return NULL;
 }

@@ -109,7 +109,10 @@ static gck_block_order *order_of(gck_caching_allocator *a, const gck_block *bloc
     return block->mapped ? &a->free[block->small] : &a->unmapped[block->small];
 }
 
-static void list(gck_caching_allocator *a, int32_t at) { gck_block_order_add(order_of(a, &a->blocks[at]), a->blocks, at); }
+static void list(gck_caching_allocator *a, int32_t at)
+{
+    gck_block_order_add(order_of(a, &a->blocks[at]), a->blocks, at);
+}
 
 static void unlist(gck_caching_allocator *a, int32_t at)
 {

@@ -44,8 +44,8 @@ typedef struct {
 void gck_caching_allocator_init(gck_caching_allocator *allocator, int64_t capacity, int expandable);
 void gck_caching_allocator_free(gck_caching_allocator *allocator);
 
-/* Allocate bytes, of which the sum of all is below 2**60, on a stream from 0 on: *block, or GCK_NO_BLOCK if the capacity is too
- * small.  GCK_OK or GCK_E_MEMORY. */
+/* Allocate bytes, of which the sum of all is below 2**60, on a stream from 0 on: *block, or GCK_NO_BLOCK
+ * if the capacity is too small.  GCK_OK or GCK_E_MEMORY. */
 int gck_allocate(gck_caching_allocator *allocator, int64_t bytes, int32_t stream, int32_t *block);
 
 void gck_release(gck_caching_allocator *allocator, int32_t block);

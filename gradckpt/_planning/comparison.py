@@ -302,7 +302,7 @@ def compare_source(
             return found
 
         def needed_by(found: StepTrace) -> int:
-            segments = scaled(unrolled(found.segments), source.gradient_scale)
+            segments = unrolled(scaled(found.segments, source.gradient_scale))
             return int(memory_use(segments, blocks_held)["needed"])
 
         for setting in READY:

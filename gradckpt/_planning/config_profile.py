@@ -101,7 +101,7 @@ class ConfigProfile(StepProfile):
                     cuda=True,
                 )
             short.repeat(found.segments)
-        return StepTrace(scaled(unrolled(found.segments), self._source.gradient_scale), found.data_dependent)
+        return StepTrace(unrolled(scaled(found.segments, self._source.gradient_scale)), found.data_dependent)
 
 
 def plan_source(

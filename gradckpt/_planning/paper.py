@@ -26,6 +26,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._engine.region_callbacks import tracing_mode_active
 from gradckpt._planning.accumulation import accumulates_in_place, uses_of_one
 from gradckpt._planning.cpu_scratch import gloo_bytes, scratch_of
+from gradckpt._planning.cuda_scratch import cuda_scratch_of
 from gradckpt._planning.meta_results import map_tensors, meta_results, tensors_in
 from gradckpt._planning.operator_parts import Again, composite_key, has_rules
 from gradckpt._planning.values import RECURRENT, RESIZED, NotOnPaper
@@ -110,7 +111,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     the number of events before it. ``operator``: the running one. ``data_dependent``: the size of
     a result depended on values.
 
-    ``device_is_cpu``: count what the CPU's convolutions allocate; else keep payloads as a device
+    ``device_is_cpu``: count what the CPU's kernels allocate; else keep payloads as a device
     does: not shared, and codecs that may overflow hold originals until it answers.
     ``concentrated``: routers choose by values that do not exist; ``False`` lets them choose all
     experts equally often, ``True`` the first ones for nearly every token, which needs most memory.
@@ -368,7 +369,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         if func in _CHOICES and not known:
             return self._choose(outputs, args[0].shape[-1] if args[0].dim() else 1)
         if not aliases:
-            scratch = scratch_of(func, args, outputs) if self.device_is_cpu else None
+            scratch = (scratch_of if self.device_is_cpu else cuda_scratch_of)(func, args, outputs)
             return map_tensors(self._like_meta, outputs) if scratch is None else self._with_scratch(*scratch)
         named = {
             next(iter(a.alias_info.before_set)): (args[i] if i < len(args) else kwargs.get(a.name))

@@ -175,7 +175,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(attention, write):
                 trace = trace_step(source.model, lambda _: source.run(tokens), cuda=True)
             return memory_use(trace.segments, held)["needed"]
 
-        assert total(longest) <= limit < total(int(1.15 * longest) + 1)  # segments are 20 MiB
+        assert total(longest) <= limit < total(int(1.3 * longest) + 1)  # segments are 20 MiB
     assert plan["none"].longest < plan["int8"].longest
     assert all(row.fits == (row.longest >= 256) for row in plan.rows)
 

@@ -10,7 +10,6 @@
 #include "torch/graph_nodes.h"
 #include "torch/input.h"
 #include "torch/objects.h"
-#include "torch/paper.h"
 #include "torch/tensor.h"
 #include "engine/state.h"
 #include "engine/checkpoint_options.h"
@@ -109,7 +108,7 @@ static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, int late, 
     }
     to->number = number;
     to->late = late;
-    to->on_device = gck_counts_as_device(in->view.device);        /* it was judged, so it has a view */
+    to->on_device = in->view.device >= 0;        /* it was judged, so it has a view */
     to->waits = in->view.numel * (int64_t)gck_itemsize(in->view.dtype);
     gck_count_uncompressed_bytes(state, to->waits, GCK_SKIP_UNKNOWN);
     to->epoch = state->epoch;
