@@ -29,7 +29,8 @@ import transformers
 
 import gradckpt
 from gradckpt._planning.blocks import find_blocks, shortened, unrolled
-from gradckpt._planning.needed_memory import memory_use, pairs
+from gradckpt._planning.comparison import fixed_bytes
+from gradckpt._planning.needed_memory import held_blocks, memory_use, pairs
 from gradckpt._planning.step_trace import Segment, trace_step
 from gradckpt._settings import READY
 
@@ -83,6 +84,13 @@ def segments_of(model: torch.nn.Module, shape: Shape, setting: str, *, whole: bo
         found = trace_step(model, step, batch, blocks=short.modules, cuda=True).segments
         short.repeat(found)
     return unrolled(found)
+
+
+def of_step(model: torch.nn.Module, run: Callable[[Any], object], batch: Any, *, expandable: bool = False) -> Use:
+    """What the allocator needs for a step of any model, as it is enabled now: what is there during
+    the whole step included. For gpu_memory.py; `run` runs forward and backward of the batch."""
+    held = held_blocks(model, fixed_bytes(model))
+    return memory_use(trace_step(model, run, batch, cuda=True).segments, held, expandable=expandable)
 
 
 # ---- payloads otherwise

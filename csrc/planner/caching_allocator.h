@@ -1,8 +1,7 @@
 /* caching_allocator.h: the memory of a device as torch's caching allocator for CUDA hands it out.
  *
- * The rules are those of torch 2.13 (docs/memory.md has them for readers), with its defaults: no
- * max_split_size, no roundup_power2_divisions, no garbage collection, no graph pools, and no block
- * that another stream uses (record_stream).
+ * The rules are those of torch 2.13 with its defaults: no max_split_size, no roundup_power2_divisions,
+ * no garbage collection, no graph pools, and no block that another stream uses (record_stream).
  *
  *     sizes     of blocks are multiples of 512 bytes, at least one
  *     pools     up to 1 MiB a block comes from the small pool, else from the large one

@@ -55,6 +55,21 @@ def test_a_pool_of_scales_changes_little():
         assert abs(pooled["needed"] - apart["needed"]) <= 0.015 * apart["needed"]
 
 
+def test_the_step_of_any_model():
+    """As gpu_memory.py may ask."""
+    import gpu_memory
+
+    model = gpu_memory.Stack(3, gpu_memory.HEAD).to(torch.bfloat16)
+    ids = torch.zeros(1, 4096, dtype=torch.long)
+    held = sum(p.nbytes for p in model.parameters())
+    found = {
+        kind: bench_needed.of_step(model, lambda x, kind=kind: model(x, gpu_memory.caller(kind)).sum().backward(), ids)
+        for kind in ("none", "torch", "int8")
+    }
+    assert found["int8"]["requested"] < found["torch"]["requested"] < found["none"]["requested"]
+    assert all(held < use["allocated"] <= use["needed"] <= use["reserved"] for use in found.values())
+
+
 # ---- a shorter step that stands for a whole one
 
 
