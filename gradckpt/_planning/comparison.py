@@ -299,25 +299,24 @@ def compare_source(
                     cuda=True,
                 )
             short.repeat(found.segments)
-            return found
+            return StepTrace(unrolled(scaled(found.segments, source.gradient_scale)), found.data_dependent)
 
         def needed_by(found: StepTrace) -> int:
-            segments = unrolled(scaled(found.segments, source.gradient_scale))
-            return int(memory_use(segments, blocks_held)["needed"])
+            return int(memory_use(found.segments, blocks_held)["needed"])
 
         for setting in READY:
             progress(setting.name)
             traces = [trace(setting, length) for length in lengths]
             first = traces[0]
-            peak = first.peak(source.gradient_scale)
+            peak = first.peak()
             more: dict[str, Any] = {"seconds": None if rates is None else rates.of_step(first)}
             largest = first
             if first.data_dependent:
                 largest = trace(setting, tokens, True)
-                more["at_most"] = held + largest.peak(source.gradient_scale).size
+                more["at_most"] = held + largest.peak().size
             more["needed"] = needed_by(largest)
             if len(traces) == 3 and limit is not None:
-                longest = _longest(lengths, traces, source, limit - held)
+                longest = _longest(lengths, traces, source.positions, limit - held)
 
                 def needed_at(
                     length: int, setting: Setting = setting, concentrated: bool = first.data_dependent
@@ -329,20 +328,20 @@ def compare_source(
     return Comparison(tuple(rows), fixed, limit, tuple(source.about), tokens, as_flags(source.flags, source.takes))
 
 
-def _longest(lengths: list[Any], traces: list[StepTrace], source: Any, limit: int) -> int | None:
+def _longest(lengths: list[Any], traces: list[StepTrace], positions: int | None, limit: int) -> int | None:
     """Return the most tokens with which no segment's peak exceeds the limit.
 
     A segment's peak is a polynomial of degree two: of degree one, except where attention keeps its
     weights.
     """
-    points = [[peak.size for peak in trace.peaks(source.gradient_scale)] for trace in traces]
+    points = [[peak.size for peak in trace.peaks()] for trace in traces]
     if len({len(sizes) for sizes in points}) != 1:
         return None
 
     def peak_at(length: int) -> float:
         return max(_through(lengths, values, length) for values in zip(*points, strict=True))
 
-    low, high = 0, source.positions or 2**26
+    low, high = 0, positions or 2**26
     if peak_at(high) <= limit:
         return high
     while high - low > 1:

@@ -91,15 +91,18 @@ def with_own_storages(segments: Sequence[Segment], unrolled: Sequence[tuple[int,
     for place, segment in unrolled:
         ordinals: Counter[int] = Counter()
         changes = array.array("q")
-        for k, (size, storage) in enumerate(pairs(segment.changes)):
-            if storage < 0:
-                changes.extend((size, storage))
+        events = []
+        for k, ((size, storage), event) in enumerate(zip(pairs(segment.changes), segment.events, strict=True)):
+            if storage < 0 or not shorter.is_made(storage):  # or it was there before the step
+                changes.extend((size, -1) if storage < 0 else (0, -1))
+                events.append(event)
             elif size > 0:
                 key: Hashable = (shorter.slots[place], segment.block, size, ordinals[size])
                 ordinals[size] += 1
                 alive[key] = count
                 copies.setdefault(storage, []).append(key)
                 changes.extend((size, count))
+                events.append(event)
                 count += 1
             elif size:
                 keys = [key for key in shorter.released(place, k, segment.block, storage, -size) if key in alive][:1]
@@ -107,7 +110,8 @@ def with_own_storages(segments: Sequence[Segment], unrolled: Sequence[tuple[int,
                     keys = [key for key in copies.get(storage, []) if key in alive]
                 for key in keys:
                     changes.extend((size, alive.pop(key)))
-        found.append(dataclasses.replace(segment, changes=changes))
+                    events.append(event)
+        found.append(dataclasses.replace(segment, events=events, changes=changes))
     return found
 
 
@@ -145,6 +149,10 @@ class _Shorter:
         """Return how many blocks after a segment's a storage was made; None: outside of them."""
         own, maker = self._segments[place].block, self._segments[self._made[storage][0]].block
         return None if own is None or maker is None else self._rank[maker] - self._rank[own]
+
+    def is_made(self, storage: int) -> bool:
+        """Return whether the step allocates a storage."""
+        return storage in self._made
 
     def is_of_neighbour(self, place: int, storage: int) -> bool:
         """Return whether a segment and that in which the storage was made are of blocks."""

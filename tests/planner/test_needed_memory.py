@@ -19,7 +19,7 @@ from gradckpt._planning.devices import find
 from gradckpt._planning.estimates import rates_of
 from gradckpt._planning.needed_memory import held_blocks, memory_use, pairs
 from gradckpt._planning.options import RECOMPUTE
-from gradckpt._planning.step_trace import trace_step
+from gradckpt._planning.step_trace import StepTrace, trace_step
 from gradckpt._settings import READY
 
 transformers = pytest.importorskip("transformers")
@@ -90,24 +90,39 @@ def t5():
     return transformers.T5ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("build", [llama, gpt2, t5])
+def vit():
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 10, "num_attention_heads": 4}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**shape, image_size=64, patch_size=4))
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, t5, vit])
 def test_a_shorter_step_needs_what_the_whole_one_does(build):
+    """Under autocast, which keeps casts of weights until it ends, too."""
     with torch.device("meta"):
-        model = build().to(torch.bfloat16).train()
+        model = build().train()
     ids = torch.randint(1, WORDS, (2, 256))
+    batch = {"input_ids": ids, "labels": ids}
+    if build is vit:
+        batch = {"pixel_values": torch.zeros(8, 3, 64, 64), "labels": torch.zeros(8, dtype=torch.long)}
+    else:
+        model.to(torch.bfloat16)
     blocks = find_blocks(model)
 
     def step(batch):
-        model(**batch).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=build is vit):
+            loss = model(**batch).loss
+        loss.backward()
 
     for setting in READY:
         with setting.active(model):
-            whole = trace_step(model, step, {"input_ids": ids, "labels": ids}, blocks=blocks, cuda=True)
+            whole = trace_step(model, step, batch, blocks=blocks, cuda=True)
         with shortened(model, blocks) as short, setting.active(model):
-            part = trace_step(model, step, {"input_ids": ids, "labels": ids}, blocks=short.modules, cuda=True)
+            part = trace_step(model, step, batch, blocks=short.modules, cuda=True)
             short.repeat(part.segments)
         assert len(part.segments) < len(whole.segments)
-        assert memory_use(unrolled(part.segments)) == memory_use(whole.segments), setting.name
+        found = unrolled(part.segments)
+        assert memory_use(found) == memory_use(whole.segments), setting.name
+        assert StepTrace(found, False).peak().size == whole.peak().size == memory_use(found)["requested"]
 
 
 # ---- a device's payloads
