@@ -6,6 +6,7 @@
 #include "torch/ops.h"
 #include "torch/paper.h"
 #include "torch/tensor.h"
+#include "engine/memory_use.h"
 #include "engine/region_choice.h"
 #include "engine/state.h"
 #include "engine/payload/eligible.h"
@@ -299,17 +300,16 @@ static PyMethodDef methods[] = {
      "forget_random_state()\n--\n\nFree the CPU generator's state that the next region would share."},
     {"bind", bind, METH_O, "bind(callbacks, /)\n--\n\nBind the Python functions that C calls, from a dict by name."},
     {"stats", gck_stats_py, METH_NOARGS, "stats()\n--\n\nReturn the raw counters of gradckpt.stats()."},
-    {"reset_stats", gck_reset_stats_py, METH_NOARGS,
-     "reset_stats()\n--\n\nReset all counters to zero, except those of live payloads."},
-    {"restart_peak", gck_restart_peak_py, METH_NOARGS,
-     "restart_peak()\n--\n\nReturn peak_live_bytes and begin it anew."},
-    {"on_paper", gck_on_paper_py, METH_NOARGS,
-     "on_paper()\n--\n\nReturn whether this thread runs a step on paper."},
+    {"reset_stats", gck_reset_stats_py, METH_NOARGS, "reset_stats()\n--\n\nReset all but what counts live payloads."},
+    {"restart_peak", gck_restart_peak_py, METH_NOARGS, "restart_peak()\n--\n\nReturn peak_live_bytes; begin it anew."},
+    {"on_paper", gck_on_paper_py, METH_NOARGS, "on_paper()\n--\n\nReturn whether a step runs on paper here."},
     {"choose_options", (PyCFunction)(void (*)(void))gck_choose_options_py, METH_VARARGS | METH_KEYWORDS,
      "choose_options(regions, options, kept, need, time, error, last_need, budget, error_budget=0, buckets=4096)\n"
      "--\n\nChoose an option for each region of a chain; csrc/planner/planner.h describes the problem."},
+    {"memory_use", (PyCFunction)(void (*)(void))gck_memory_use_py, METH_VARARGS | METH_KEYWORDS,
+     "memory_use(changes, expandable=False, capacity=None)\n--\n\nPlay a trace; csrc/planner/memory_trace.h has more."},
     {"set_on_paper", gck_set_on_paper_py, METH_VARARGS,
-     "set_on_paper(first, end, /)\n--\n\nLeave memory at these addresses untouched in this thread; 0, 0: none."},
+     "set_on_paper(first, end, is_device, /)\n--\n\nLeave these addresses untouched in this thread; 0, 0: none."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -74,6 +74,16 @@ class Choice(TypedDict):
     front: list[tuple[int, int, int]]  # (budget, time, error), at most 1,024, by ascending budget
     exact: bool  # nothing was thinned: all of the above is optimal
 
+@type_check_only
+class MemoryUse(TypedDict):
+    """The result of memory_use()."""
+
+    completed: bool
+    requested: int  # the most bytes at a time that were asked for
+    allocated: int  # and in blocks: memory_stats()["allocated_bytes.all.peak"]
+    reserved: int  # and in segments
+    needed: int | None  # the smallest capacity from which on the trace completes; None: one was given
+
 @disjoint_base
 class Context:
     storage: Any
@@ -151,7 +161,7 @@ def hide_operators(by: int, /) -> bool: ...
 def judge_anew(on: bool | int, /) -> int | None: ...
 def eligible(requires_grad: bool, is_leaf: bool, floating: bool, fake_quantize: bool, /) -> bool: ...
 def on_paper() -> bool: ...
-def set_on_paper(first: int, end: int, /) -> None: ...
+def set_on_paper(first: int, end: int, is_device: bool, /) -> None: ...
 
 # The problem and what thinning means: csrc/planner/planner.h. Tables are row-major, of native
 # 64-bit integers: array('q') or its bytes. need = 2**63 - 1: the region has no such option.
@@ -170,6 +180,10 @@ def choose_options(
     error_budget: int = 0,
     buckets: int = 4096,
 ) -> Choice: ...
+
+# Rows of native 64-bit integers: bytes > 0 allocates on a stream under a name below the number of
+# rows, 0 releases what has that name. Without a capacity there is no limit.
+def memory_use(changes: Buffer, expandable: bool = False, capacity: int | None = None) -> MemoryUse: ...
 def forget_types() -> None: ...
 def guard_hooks(hooks: dict[int, Any], type: type, kind: type, /) -> None: ...
 def encode(x: Any, codec: str, dither: tuple[int, int, int] | None = None, /) -> Payload: ...

@@ -1,6 +1,7 @@
 /* region_choice.c: tables from Python for the planner, and its plans as a dict. */
 #include "engine/region_choice.h"
 
+#include "engine/int64_table.h"
 #include "planner/planner.h"
 
 #include <stdlib.h>
@@ -20,26 +21,16 @@ typedef struct {
     int64_t    bound;
 } choice;
 
-static int is_int64(const Py_buffer *view)
-{
-    const char *format = view->format != NULL ? view->format : "B";
-
-    format += format[0] == '@' || format[0] == '=';
-    return view->itemsize == 1 || (view->itemsize == 8 && (strcmp(format, "q") == 0 || strcmp(format, "l") == 0));
-}
-
 /* Copy a table: it may be written to, or lie at any address.  0 or -1 with ValueError. */
 static int copy_table(PyObject *object, const char *name, int64_t count, int64_t *table)
 {
     Py_buffer view;
     int status = -1;
 
-    if (PyObject_GetBuffer(object, &view, PyBUF_ND | PyBUF_FORMAT) < 0) {
+    if (gck_int64_table(object, name, &view) < 0) {
         return -1;
     }
-    if (!is_int64(&view)) {
-        PyErr_Format(PyExc_ValueError, "gradckpt: %s is not of 64-bit integers; pass an array('q') or bytes", name);
-    } else if (view.len != count * (int64_t)sizeof *table) {
+    if (view.len != count * (int64_t)sizeof *table) {
         PyErr_Format(PyExc_ValueError, "gradckpt: %s has %zd bytes; pass regions * options * 8 = %lld", name, view.len,
                      (long long)count * 8);
     } else {

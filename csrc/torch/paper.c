@@ -4,21 +4,26 @@
 #include <stdint.h>
 
 static _Thread_local uintptr_t paper, paper_end;
+static _Thread_local int paper_is_device;
 
 int gck_on_paper(void) { return paper_end != 0; }
 
 int gck_has_values(const void *memory) { return (uintptr_t)memory < paper || (uintptr_t)memory >= paper_end; }
 
+int gck_counts_as_device(int device) { return device >= 0 || paper_is_device; }
+
 PyObject *gck_set_on_paper_py(PyObject *module, PyObject *args)
 {
     unsigned long long first, end;
+    int is_device;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "KK:set_on_paper", &first, &end)) {
+    if (!PyArg_ParseTuple(args, "KKp:set_on_paper", &first, &end, &is_device)) {
         return NULL;
     }
     paper = (uintptr_t)first;
     paper_end = (uintptr_t)end;
+    paper_is_device = is_device;
     Py_RETURN_NONE;
 }
 

@@ -11,7 +11,11 @@ int gck_on_paper(void);
 /* 0 when this address is of a tensor without memory, which must not be touched. */
 int gck_has_values(const void *memory);
 
-/* _C.set_on_paper(first, end): those addresses; 0, 0: none.  _C.on_paper(). */
+/* Whether what lies on this device (-1: the CPU) is to be treated as a device's: it is one's, or this
+ * thread runs a step on paper for one. */
+int gck_counts_as_device(int device);
+
+/* _C.set_on_paper(first, end, is_device): those addresses; 0, 0: none.  _C.on_paper(). */
 PyObject *gck_set_on_paper_py(PyObject *module, PyObject *args);
 PyObject *gck_on_paper_py(PyObject *module, PyObject *unused);
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch.nn import Module, ModuleList, Sequential
 
 from gradckpt._models.switch import Handle, Modules, snapshot, take_off
+from gradckpt._planning.needed_memory import with_own_storages
 from gradckpt._planning.step_trace import Segment
 from gradckpt._settings import EXACT
 
@@ -19,8 +20,10 @@ __all__ = ["Blocks", "find_blocks", "likeness", "regions_to_plan", "shortened", 
 #: Attributes that only number a block.
 _NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index"}
 
-#: Of a run of equal blocks, the first and the last ones that a shorter model keeps.
-_ENDS = 2
+#: Of a run of equal blocks, the first and the last ones that a shorter model keeps. The fourth
+#: stands for others: by then a device holds as many originals as ever, which are two, and the
+#: first block's input may be a leaf.
+_FIRST, _LAST = 4, 2
 
 
 @dataclasses.dataclass
@@ -45,16 +48,17 @@ def unrolled(segments: Sequence[Segment]) -> list[Segment]:
     """Return one segment for each that counts several times, in the order of the step: the blocks
     that it stands for run forward by their numbers, and backward from the last.
     """
-    found: list[Segment] = []
-    for (block, times), cycle in itertools.groupby(segments, lambda segment: (segment.block, segment.times)):
+    found: list[tuple[int, Segment]] = []
+    places = enumerate(segments)
+    for (block, times), cycle in itertools.groupby(places, lambda each: (each[1].block, each[1].times)):
         if block is None or times == 1:
             found += cycle
             continue
         repeated = list(cycle)
         blocks = range(block, block + times)
-        for each in reversed(blocks) if repeated[0].phase == "backward" else blocks:
-            found += [dataclasses.replace(segment, block=each, times=1) for segment in repeated]
-    return found
+        for number in reversed(blocks) if repeated[0][1].phase == "backward" else blocks:
+            found += [(i, dataclasses.replace(segment, block=number, times=1)) for i, segment in repeated]
+    return with_own_storages(segments, found)
 
 
 def find_blocks(model: Module, modules: Modules = None) -> list[Module]:
@@ -96,10 +100,10 @@ def shortened(model: Module, blocks: list[Module], options: Sequence[Hashable] |
     with contextlib.ExitStack() as stack:
         for container in [m for m in model.modules() if type(m) in (ModuleList, Sequential)]:
             children = list(container._modules.values())
-            runs = [run for run in _runs(children, option) if len(run) > 2 * _ENDS + 1]
+            runs = [run for run in _runs(children, option) if len(run) > _FIRST + _LAST + 1]
             for run in runs:
-                middle = run[_ENDS:-_ENDS]
-                dropped.update({number[id(block)]: number[id(run[_ENDS - 1])] for block in middle})
+                middle = run[_FIRST:-_LAST]
+                dropped.update({number[id(block)]: number[id(run[_FIRST - 1])] for block in middle})
             if runs:
                 stack.callback(_put_back(container))
                 left = [child for child in children if number.get(id(child), -1) not in dropped]

@@ -136,13 +136,13 @@ class Chain:
             call = self._stretches[stretch - 1].call
         return self._base if call is None else choice[call]
 
-    def levels_of(self, segments: Sequence[Segment]) -> list[Level]:
-        """Return the same of a trace of the step."""
+    def levels_of(self, segments: Sequence[Segment], lift: int = 0) -> list[Level]:
+        """Return the same of a trace; ``lift``: bytes that its allocator needs beyond."""
         alive = 0
         found = []
         for stretch in self._stretches:
             size = _size([segments[i] for i in stretch.segments])
-            found.append(Level(self._name(stretch), alive + size.top))
+            found.append(Level(self._name(stretch), alive + size.top + lift))
             alive += size.net
         return found
 

@@ -47,9 +47,9 @@ class Costs:
 @dataclasses.dataclass(frozen=True)
 class Chosen:
     """``choice``: the option of each call. ``trace``: its step. ``seconds``: of all calls.
-    ``bound``: no plan is faster. ``smallest``: the least bytes of a plan, and that plan. ``front``:
-    (bytes, seconds) of faster and faster plans. ``excess``: bytes that a real step needs beyond its
-    trace.
+    ``bound``: no plan is faster. ``smallest``: the least bytes of a plan, and that plan,
+    with what its allocator needs beyond its peak. ``front``: (bytes, seconds) of faster and faster
+    plans. ``excess``: bytes that a real step needs beyond its trace.
     """
 
     choice: Choice
@@ -84,6 +84,10 @@ class _Solution:
     front: tuple[tuple[int, float], ...]
 
 
+def _no_lift(trace: StepTrace) -> int:
+    return 0
+
+
 class _Chooser:
     def __init__(
         self,
@@ -92,7 +96,9 @@ class _Chooser:
         error_limit: float | None,
         run: Callable[[Choice], StepTrace],
         uniform: Sequence[StepTrace] = (),
+        lift: Callable[[StepTrace], int] = _no_lift,
     ) -> None:
+        self.lift = lift
         self.chain = chain
         self.costs = costs
         self.error_limit = error_limit
@@ -186,7 +192,7 @@ class _Chooser:
         return found
 
     def _levels(self, trace: StepTrace) -> list[Level]:
-        return self.chain.levels_of(trace.segments)
+        return self.chain.levels_of(trace.segments, self.lift(trace))
 
     def peak(self, choice: Choice) -> int:
         return self._peak_of(self.trace(choice))
@@ -313,6 +319,7 @@ def choose(
     error_limit: float | None,
     run: Callable[[Choice], StepTrace],
     uniform: Sequence[StepTrace] = (),
+    lift: Callable[[StepTrace], int] = _no_lift,
 ) -> Chosen:
     """Return the fastest plan whose step stays within ``limit`` bytes above its start.
 
@@ -323,11 +330,12 @@ def choose(
         error_limit: The sum of squares of the calls' relative errors, or None.
         run: Return the trace of a plan's step.
         uniform: Known traces: for each option of the chain, with that option in all calls.
+        lift: Return the bytes that a step's allocator needs beyond its peak; the limit holds both.
 
     Raises:
         Infeasible: No plan stays within the limit.
     """
-    chooser = _Chooser(chain, costs, error_limit, run, uniform)
+    chooser = _Chooser(chain, costs, error_limit, run, uniform, lift)
     found = chooser.best(limit)
     least = chooser.smallest()
     if found is None:
@@ -346,6 +354,7 @@ def smallest(
     error_limit: float | None,
     run: Callable[[Choice], StepTrace],
     uniform: Sequence[StepTrace] = (),
+    lift: Callable[[StepTrace], int] = _no_lift,
 ) -> tuple[int, Choice]:
     """Return the least bytes that a plan needs, and that plan; as :func:`choose`."""
-    return _Chooser(chain, costs, error_limit, run, uniform).smallest()
+    return _Chooser(chain, costs, error_limit, run, uniform, lift).smallest()

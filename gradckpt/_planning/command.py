@@ -34,10 +34,10 @@ _EPILOG = """examples:
   gradckpt plan ./config.json --tokens 131072 --gpus 8 --shard fsdp --loss chunked --memory 80GB
   gradckpt plan ./config.json --tokens 8192 --device H100-SXM --budget 90% --compress int8 --save plan.json
 
-A hub id needs a network, once. Peaks are what torch's allocator hands out. Not counted: the CUDA
-context, libraries' workspaces (about 1 GiB together) and fragmentation. A budget is for all tensors
-of the device. Times are estimates. Exit status: 0 some setting or plan fits or no memory was given,
-1 none fits, 2 wrong usage."""
+A hub id needs a network, once. "allocated" is what torch's allocator hands out at the peak, "needed"
+what it must have from the device, fragmentation included: that has to fit. Not counted: the CUDA
+context and libraries' workspaces (about 1 GiB together). Times are estimates. Exit status: 0 some
+setting or plan fits or no memory was given, 1 none fits, 2 wrong usage."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,13 +16,14 @@ from gradckpt import _C
 from gradckpt._apart import apart
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
-from gradckpt._planning.blocks import find_blocks, shortened
+from gradckpt._planning.blocks import find_blocks, shortened, unrolled
 from gradckpt._planning.devices import Device
 from gradckpt._planning.estimates import rates_of
 from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
+from gradckpt._planning.needed_memory import held_blocks, memory_use
 from gradckpt._planning.sharded import gradient_bytes, parameter_bytes, real_steps
 from gradckpt._planning.sizes import parse_bytes
-from gradckpt._planning.step_trace import Peak, StateBeforePaper, StepTrace, apart_on_paper, trace_step
+from gradckpt._planning.step_trace import Peak, StateBeforePaper, StepTrace, apart_on_paper, scaled, trace_step
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
@@ -50,14 +51,18 @@ __all__ = [
 
 logger = logging.getLogger("gradckpt")
 
+#: Lengths whose step is run on paper, to find one that fits.
+_CHECKS = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One setting. ``peak``: bytes above the start of the step, and where; ``total``: with what is
     there during the whole step. ``at_most``: ``total`` if nearly all tokens choose the same
-    experts, None if sizes do not depend on that. ``longest``: tokens of the longest sequence that
-    fits, 0 if none does, None if unknown. ``seconds``: estimate for a step. ``problem``: why there
-    are no figures.
+    experts, None if sizes do not depend on that. ``needed``: bytes with which the allocator of the
+    device can run the larger of the two, None on a CPU and for real steps. ``longest``: tokens of
+    the longest sequence that fits, 0 if none does, None if unknown. ``seconds``: estimate for a
+    step. ``problem``: why there are no figures.
     """
 
     name: str
@@ -69,6 +74,12 @@ class Row:
     longest: int | None = None
     seconds: float | None = None
     problem: str | None = None
+    needed: int | None = None
+
+    @property
+    def size(self) -> int | None:
+        """The bytes that have to fit."""
+        return next((size for size in (self.needed, self.at_most, self.total) if size is not None), None)
 
     @property
     def binds(self) -> str:
@@ -200,14 +211,15 @@ def _on_paper(
 
     found = trace(False)
     peak, held = found.peak(), sum(fixed.values())
-    at_most = held + trace(True).peak().size if found.data_dependent else None
-    return _row(setting, peak, held, limit, at_most=at_most)
+    largest = trace(True) if found.data_dependent else found
+    at_most = held + largest.peak().size if found.data_dependent else None
+    needed = memory_use(largest.segments, held_blocks(model, fixed))["needed"] if cuda else None
+    return _row(setting, peak, held, limit, at_most=at_most, needed=needed)
 
 
 def _row(setting: Setting, peak: Peak, held: int, limit: int | None, **more: Any) -> Row:
-    total = peak.size + held
-    fits = None if limit is None else (more.get("at_most") or total) <= limit
-    return Row(setting.name, setting.line, peak, total, fits=fits, **more)
+    row = Row(setting.name, setting.line, peak, peak.size + held, **more)
+    return row if limit is None else dataclasses.replace(row, fits=row.size is not None and row.size <= limit)
 
 
 def _measured(
@@ -270,7 +282,7 @@ def compare_source(
     """Return the plan of a :class:`gradckpt._planning.config_model.ConfigModel`."""
     limit = memory if memory is not None else device.memory if device is not None else None
     fixed = {**source.fixed, **source.extra}
-    held = sum(fixed.values())
+    held, blocks_held = sum(fixed.values()), held_blocks(source.model, fixed)
     blocks = find_blocks(source.model)
     lengths = [tokens] if tokens is None or limit is None or tokens < 64 else [tokens, tokens // 2, tokens // 4]
     rates = None if device is None else rates_of(device, source.computes_in_16_bits)
@@ -287,42 +299,64 @@ def compare_source(
                     cuda=True,
                 )
             short.repeat(found.segments)
-            return found
+            return StepTrace(unrolled(scaled(found.segments, source.gradient_scale)), found.data_dependent)
+
+        def needed_by(found: StepTrace) -> int:
+            return int(memory_use(found.segments, blocks_held)["needed"])
 
         for setting in READY:
             progress(setting.name)
             traces = [trace(setting, length) for length in lengths]
             first = traces[0]
-            peak = first.peak(source.gradient_scale)
+            peak = first.peak()
             more: dict[str, Any] = {"seconds": None if rates is None else rates.of_step(first)}
+            largest = first
             if first.data_dependent:
-                more["at_most"] = held + trace(setting, tokens, True).peak(source.gradient_scale).size
-            if len(traces) == 3:
-                more["longest"] = _longest(lengths, traces, source, limit - held)
+                largest = trace(setting, tokens, True)
+                more["at_most"] = held + largest.peak().size
+            more["needed"] = needed_by(largest)
+            if len(traces) == 3 and limit is not None:
+                longest = _longest(lengths, traces, source.positions, limit - held)
+
+                def needed_at(
+                    length: int, setting: Setting = setting, concentrated: bool = first.data_dependent
+                ) -> int:
+                    return needed_by(trace(setting, length, concentrated))
+
+                more["longest"] = _checked(longest, needed_at, held, limit)
             rows.append(_row(setting, peak, held, limit, **more))
     return Comparison(tuple(rows), fixed, limit, tuple(source.about), tokens, as_flags(source.flags, source.takes))
 
 
-def _longest(lengths: list[Any], traces: list[StepTrace], source: Any, limit: int) -> int | None:
+def _longest(lengths: list[Any], traces: list[StepTrace], positions: int | None, limit: int) -> int | None:
     """Return the most tokens with which no segment's peak exceeds the limit.
 
     A segment's peak is a polynomial of degree two: of degree one, except where attention keeps its
     weights.
     """
-    points = [[peak.size for peak in trace.peaks(source.gradient_scale)] for trace in traces]
+    points = [[peak.size for peak in trace.peaks()] for trace in traces]
     if len({len(sizes) for sizes in points}) != 1:
         return None
 
     def peak_at(length: int) -> float:
         return max(_through(lengths, values, length) for values in zip(*points, strict=True))
 
-    low, high = 0, source.positions or 2**26
+    low, high = 0, positions or 2**26
     if peak_at(high) <= limit:
         return high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if peak_at(middle) <= limit else (low, middle)
     return low
+
+
+def _checked(longest: int | None, needed: Callable[[int], int], held: int, limit: int) -> int | None:
+    """Return about as many tokens, which the device's allocator can run within the limit."""
+    for _ in range(_CHECKS):
+        if not longest or (found := needed(longest)) <= limit:
+            break
+        longest = min(longest - 1, int(longest * (limit - held) / (found - held)))
+    return longest
 
 
 def _through(xs: list[int], ys: Sequence[float], x: int) -> float:
@@ -344,20 +378,21 @@ def _verdict(plan: Comparison) -> str:
     known = [row for row in plan.rows if row.total is not None]
     if not known:
         return "No setting could be computed."
-    least = min(known, key=lambda row: row.total or 0)
+    least = min(known, key=lambda row: row.size or 0)
+    what = "smallest peak" if least.needed is None else "least that is needed"
     length = f" at {plan.tokens:,} tokens" if plan.tokens else ""
     if plan.memory is None:
-        return f"The smallest peak{length} is {_size(least.total)}, with {least.name}. {_advice(plan, least)}"
+        return f"The {what}{length} is {_size(least.size)}, with {least.name}. {_advice(plan, least)}"
     limit = _size(plan.memory)
     fitting = [row for row in known if row.fits]
     if not fitting:
         return (
-            f"Nothing fits {limit}{length}: the smallest peak is {_size(least.total)}, with {least.name}. "
+            f"Nothing fits {limit}{length}: the {what} is {_size(least.size)}, with {least.name}. "
             f"{_advice(plan, least)}"
         )
     if fitting[0].name == "none":
-        return f"It fits {limit}{length} without checkpointing: {_size(fitting[0].total)}."
-    names = ", ".join(f"{row.name} ({_size(row.total)})" for row in fitting)
+        return f"It fits {limit}{length} without checkpointing: {_size(fitting[0].size)}."
+    names = ", ".join(f"{row.name} ({_size(row.size)})" for row in fitting)
     return f"It fits {limit}{length} with {names}."
 
 
@@ -373,25 +408,31 @@ def _size(nbytes: int | None) -> str:
     return "" if nbytes is None else format_bytes(nbytes)
 
 
+#: Columns of numbers.
+_NUMBERS = ("peak", "allocated", "at most", "needed", "longest", "estimated")
+
+
 def _table(plan: Comparison) -> list[str]:
     held = sum(plan.fixed.values())
     parts = ", ".join(f"{name} {_size(size)}" for name, size in plan.fixed.items() if size)
-    head = ["setting", "peak"]
+    needed = any(row.needed is not None for row in plan.rows)
+    head = ["setting", "allocated" if needed else "peak"]
     limit = plan.memory is not None
     longest = any(row.longest is not None for row in plan.rows)
     seconds = any(row.seconds is not None for row in plan.rows)
     bound = any(row.at_most is not None for row in plan.rows)
-    head += ["at most"] * bound + [f"fits {_size(plan.memory)}"] * limit + ["longest"] * longest
+    head += ["at most"] * bound + ["needed"] * needed + [f"fits {_size(plan.memory)}"] * limit + ["longest"] * longest
     head += ["estimated"] * seconds + ["what binds"]
     cells = []
     for row in plan.rows:
         line = [row.name, _size(row.total)]
-        line += [_size(row.at_most)] * bound + [{True: "yes", False: "no", None: ""}[row.fits]] * limit
+        line += [_size(row.at_most)] * bound + [_size(row.needed)] * needed
+        line += [{True: "yes", False: "no", None: ""}[row.fits]] * limit
         line += [f"{row.longest:,}" if row.longest is not None else ""] * longest
         line += [f"{row.seconds:.3g} s" if row.seconds is not None else ""] * seconds
         cells.append([*line, row.binds])
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    right = {i for i, name in enumerate(head) if name in ("peak", "at most", "longest", "estimated")}
+    right = {i for i, name in enumerate(head) if name in _NUMBERS}
     rows = [
         "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         for row in (head, *cells)

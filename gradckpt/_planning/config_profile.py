@@ -14,6 +14,7 @@ from gradckpt._planning.comparison import quiet
 from gradckpt._planning.devices import Device, find
 from gradckpt._planning.estimates import Rates, rates_of
 from gradckpt._planning.hints import as_flags
+from gradckpt._planning.needed_memory import held_blocks
 from gradckpt._planning.options import RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.step_profile import StepProfile
@@ -45,7 +46,7 @@ class _Estimates:
 class ConfigProfile(StepProfile):
     """The profile of a :class:`gradckpt._planning.config_model.ConfigModel`.
 
-    Of each run of equal blocks with equal options, four run; the others are like them.
+    Of each run of equal blocks with equal options, six run; the others are like them.
 
     Args:
         source: The model.
@@ -79,6 +80,7 @@ class ConfigProfile(StepProfile):
         with quiet():
             blocks = find_blocks(source.model)
         super().__init__(source.model, blocks, allowed(compress, False))
+        self.device_blocks = held_blocks(source.model, {**source.fixed, **source.extra})
         self._profiled = True
         self.costs = _Estimates(self, rates)
         self.step_seconds = rates.of_step(self.traces[RECOMPUTE])
@@ -99,7 +101,7 @@ class ConfigProfile(StepProfile):
                     cuda=True,
                 )
             short.repeat(found.segments)
-        return StepTrace(scaled(unrolled(found.segments), self._source.gradient_scale), found.data_dependent)
+        return StepTrace(unrolled(scaled(found.segments, self._source.gradient_scale)), found.data_dependent)
 
 
 def plan_source(

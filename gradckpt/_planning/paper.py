@@ -26,6 +26,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._engine.region_callbacks import tracing_mode_active
 from gradckpt._planning.accumulation import accumulates_in_place, uses_of_one
 from gradckpt._planning.cpu_scratch import gloo_bytes, scratch_of
+from gradckpt._planning.cuda_scratch import cuda_scratch_of
 from gradckpt._planning.meta_results import map_tensors, meta_results, tensors_in
 from gradckpt._planning.operator_parts import Again, composite_key, has_rules
 from gradckpt._planning.values import RECURRENT, RESIZED, NotOnPaper
@@ -110,10 +111,11 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     the number of events before it. ``operator``: the running one. ``data_dependent``: the size of
     a result depended on values.
 
-    ``device_is_cpu``: count what the CPU's convolutions allocate. ``concentrated``: routers choose
-    by values that do not exist; ``False`` lets them choose all experts equally often, ``True`` the
-    first ones for nearly every token, which needs most memory. ``rest``: the others' choices, as a
-    part of those of the first.
+    ``device_is_cpu``: count what the CPU's kernels allocate; else keep payloads as a device
+    does: shared when it has answered, and codecs that may overflow hold originals until then.
+    ``concentrated``: routers choose by values that do not exist; ``False`` lets them choose all
+    experts equally often, ``True`` the first ones for nearly every token, which needs most memory.
+    ``rest``: the others' choices, as a part of those of the first.
     """
 
     supports_higher_order_operators = True
@@ -185,7 +187,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     def __enter__(self) -> Any:
         uses_of_one()  # while no backward runs
         first = torch.frombuffer(self._space, dtype=torch.uint8, count=1).data_ptr()
-        _C.set_on_paper(first, first + _ADDRESSES)
+        _C.set_on_paper(first, first + _ADDRESSES, not self.device_is_cpu)
         self._get_rng_state = torch.get_rng_state
         torch.get_rng_state = lambda: self._get_rng_state().clone()  # which this mode sees
         _Storage.resize_ = lambda storage, size: self._resize(storage, size)
@@ -196,7 +198,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         super().__exit__(*error)
         torch.get_rng_state = self._get_rng_state
         del _Storage.resize_, _Storage.nbytes  # those of its base are back
-        _C.set_on_paper(0, 0)
+        _C.set_on_paper(0, 0, False)
 
     def _nbytes(self, storage: Any) -> int:
         return 0 if storage._cdata in self._emptied else int(private.StorageBase.nbytes(storage))
@@ -367,7 +369,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         if func in _CHOICES and not known:
             return self._choose(outputs, args[0].shape[-1] if args[0].dim() else 1)
         if not aliases:
-            scratch = scratch_of(func, args, outputs) if self.device_is_cpu else None
+            scratch = (scratch_of if self.device_is_cpu else cuda_scratch_of)(func, args, outputs)
             return map_tensors(self._like_meta, outputs) if scratch is None else self._with_scratch(*scratch)
         named = {
             next(iter(a.alias_info.before_set)): (args[i] if i < len(args) else kwargs.get(a.name))

@@ -23,6 +23,7 @@ from gradckpt._planning.budget import Budget, device_of, free_memory, other_tens
 from gradckpt._planning.choose import Choice, Chosen
 from gradckpt._planning.comparison import fixed_bytes, peak_of_run, quiet
 from gradckpt._planning.error_search import approach
+from gradckpt._planning.needed_memory import held_blocks
 from gradckpt._planning.optimizers import optimizer_memory
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
 from gradckpt._planning.region_plan import Plan
@@ -125,6 +126,8 @@ class Profile(StepProfile):
                 self._optimizer_adds = missing_gradient_bytes(self.model) + memory.working - memory.new
         _C.forget_random_state()  # of the last step, which the next one does not keep
         self.fixed["other tensors"] = other_tensors(self.device, known)
+        if self.device.type == "cuda":
+            self.device_blocks = held_blocks(self.model, self.fixed)
 
     def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
         """Return the step on paper with an option for each block."""
@@ -216,7 +219,7 @@ class Profile(StepProfile):
         made = self.result(chosen, budget, self.fixed, about, measured=measured, error=error)
         smallest = max(made.smallest_budget, needed + (self.held if budget.step_only else 0))
         keep = (self.options.index(KEEP),) * len(self.calls)
-        plain = made.plain + self._peaks[keep] - self.trace_of(keep).peak().size
+        plain = made.plain + self._peaks[keep] - self.size_of(self.trace_of(keep))
         return dataclasses.replace(made, plain=plain, smallest_budget=smallest, profile=self._saved())
 
     @property
@@ -226,7 +229,7 @@ class Profile(StepProfile):
 
     def smallest_peak(self) -> int:
         """Return about the least bytes that a step adds."""
-        return min(trace.peak().size for trace in self.largest.values())
+        return min(map(self.size_of, self.largest.values()))
 
     def check_optimizer(self, budget: Budget) -> int:
         """Return the smallest budget for the optimizer's step, which no option of a region changes.
@@ -299,14 +302,14 @@ class Profile(StepProfile):
             min(bound, seconds),
             (self._peaks[least], least),
             tuple((size + self._excess, each) for size, each in front),
-            self._peaks[best] - trace.peak().size,
+            self._peaks[best] - self.size_of(trace),
         )
 
     def _traced_first(self, choices: Sequence[Choice], rank: Callable[[Choice], Any]) -> Choice:
         """Return the choice of the lowest rank, which needs what its trace does or more."""
         while True:
             first = min(choices, key=rank)
-            peak = self.trace_of(first).peak().size
+            peak = self.size_of(self.trace_of(first))
             if self._peaks[first] >= peak:
                 return first
             self._peaks[first] = peak + self._excess
@@ -330,12 +333,13 @@ class Profile(StepProfile):
             self._may_run = False
             self.notes.append("A real step of the plan ran out of memory here.")
             return False
-        traced = self.trace_of(choice).peak().size
+        trace = self.trace_of(choice)
+        traced = trace.peak().size
         more = peak - traced - self._excess
         if more > 0:
             self._excess += more
             self._peaks = {each: size + (0 if each in self._ran else more) for each, size in self._peaks.items()}
-        self._peaks[choice] = max(peak, traced)
+        self._peaks[choice] = max(peak, traced) + self.lift(trace)
         return self._peaks[choice] != known
 
     def _refuses_run(self, size: int) -> str | None:
@@ -402,7 +406,7 @@ class Profile(StepProfile):
     def _note(self, choice: Choice) -> Choice:
         """Let a choice be known."""
         if choice not in self._peaks:
-            self._peaks[choice] = self.trace_of(choice).peak().size + self._excess
+            self._peaks[choice] = self.size_of(self.trace_of(choice)) + self._excess
         if not self._is_lossy(choice):
             self._errors[choice] = 0.0
         return choice
@@ -449,10 +453,10 @@ class Profile(StepProfile):
         self._is_weighed = None not in weights
         self.weights = [1.0 if weight is None else weight for weight in weights]
         self._excess = saved.excess
-        same = saved.plain == self.traces[KEEP].peak().size
+        same = saved.plain == self.traces[KEEP].peak().size and self.device_blocks is None
         for each in saved.known:
             choice = tuple(each.options[block] for block in self.calls)
-            self._peaks[choice] = each.peak if same else self.trace_of(choice).peak().size + self._excess
+            self._peaks[choice] = each.peak if same else self.size_of(self.trace_of(choice)) + self._excess
             if each.error is not None:
                 self._errors[choice] = each.error
 

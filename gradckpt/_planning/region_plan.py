@@ -53,12 +53,14 @@ class Plan:
     ``regions``: one :class:`PlannedRegion` for each module. ``budget``: bytes, of all tensors on
     the device, and ``budget_text`` as it was written. ``peak``: bytes that the step reaches;
     ``at_most``: the same if nearly all tokens choose the same experts, None if sizes do not depend
-    on that; the budget is kept by it. ``plain``: the peak without checkpointing. ``binds``: where
-    the larger peak is. ``fixed``: bytes that are there during the whole step, by name. ``seconds``:
-    of the step; ``plain_seconds``: without checkpointing; ``bound``: no plan within the budget is
-    faster. ``estimated``: times come from a data sheet. ``smallest_budget``: bytes; none below it
-    has a plan. ``error``: the measured relative L2 error of the step's gradients, None if all
-    options are exact; ``error_budget``. ``about``: the assumptions, in sentences. ``outside``: the
+    on that. ``needed``: bytes with which the device's allocator can run the larger of the two; the
+    budget is kept by it, or by the larger peak where it is None, on a CPU. ``plain``: the peak
+    without checkpointing. ``binds``: where the larger peak is. ``fixed``: bytes that are there
+    during the whole step, by name. ``seconds``: of the step; ``plain_seconds``: without
+    checkpointing; ``bound``: no plan within the budget is faster. ``estimated``: times come from a
+    data sheet. ``smallest_budget``: bytes; none below it has a plan. ``error``: the measured
+    relative L2 error of the step's gradients, None if all options are exact; ``error_budget``.
+    ``about``: the assumptions, in sentences. ``outside``: the
     shapes of the parameters that no region has, by name. ``profile``: what was measured for it,
     with which ``gradckpt.plan(..., profile=plan)`` plans for another budget; None with estimated
     times.
@@ -82,6 +84,7 @@ class Plan:
     front: tuple[tuple[int, float], ...] = dataclasses.field(default=(), repr=False)
     about: tuple[str, ...] = ()
     at_most: int | None = None
+    needed: int | None = None
     outside: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False)
     profile: SavedProfile | None = dataclasses.field(default=None, repr=False)
     hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False, compare=False)
@@ -218,8 +221,9 @@ class Plan:
             return f"It fits {limit} without checkpointing: {self._peak()}. Nothing is done."
         slower = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
         times = "by estimate" if self.estimated else "as measured"
+        comma = "" if self.needed is None else ","
         said = [
-            f"Peak {self._peak()} of {limit}; without checkpointing {format_bytes(self.plain)}.",
+            f"Peak {self._peak()}{comma} of {limit}; without checkpointing {format_bytes(self.plain)}.",
             f"The step takes {slower:.1%} more time than without, {times}; {self._certificate()}.",
         ]
         if self.error is not None:
@@ -235,9 +239,10 @@ class Plan:
         return size if same else f"{size} ({self.budget_text})"
 
     def _peak(self) -> str:
-        if self.at_most is None:
-            return format_bytes(self.peak)
-        return f"{format_bytes(self.peak)} (at most {format_bytes(self.at_most)}, if tokens choose the same experts)"
+        said = format_bytes(self.peak)
+        if self.at_most is not None:
+            said += f" (at most {format_bytes(self.at_most)}, if tokens choose the same experts)"
+        return said if self.needed is None else f"{said} allocated, {format_bytes(self.needed)} needed"
 
     def _certificate(self) -> str:
         return "no plan is faster" if self.gap < 5e-5 else f"within {self.gap:.2%} of the best possible"

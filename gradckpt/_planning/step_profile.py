@@ -14,6 +14,7 @@ from gradckpt._planning.budget import Budget
 from gradckpt._planning.chain import Chain
 from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose, fastest_by_bytes, smallest
 from gradckpt._planning.hints import IN_PYTHON, advice
+from gradckpt._planning.needed_memory import memory_use
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
 from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of, outside_of
 from gradckpt._planning.sharded import class_of, named_modules, parameters_before
@@ -66,6 +67,9 @@ class StepProfile(abc.ABC):
     """
 
     estimated = False
+    #: What is there during the whole step of a device, block by block; None on the CPU, where the
+    #: peak is what a step needs.
+    device_blocks: Sequence[int] | None = None
     hints: Mapping[str, Sequence[str]] = IN_PYTHON
 
     def __init__(self, model: Module, blocks: Sequence[Module], options: Sequence[Option]) -> None:
@@ -125,6 +129,19 @@ class StepProfile(abc.ABC):
         """Return the step on paper with an option for each call, that which needs most."""
         return self.largest_of(self.of_choice(choice))
 
+    def lift(self, trace: StepTrace) -> int:
+        """Return the bytes that the device's allocator needs beyond the peak of a step."""
+        if self.device_blocks is None:
+            return 0
+        if trace.lift is None:
+            needed = int(memory_use(trace.segments, self.device_blocks)["needed"])
+            trace.lift = needed - sum(self.device_blocks) - trace.peak().size
+        return trace.lift
+
+    def size_of(self, trace: StepTrace) -> int:
+        """Return the bytes that count in a budget, above what is there during the whole step."""
+        return trace.peak().size + self.lift(trace)
+
     # ---- costs
 
     def cost(self, block: int, option: Option) -> Cost:
@@ -176,14 +193,15 @@ class StepProfile(abc.ABC):
         limit, squares = self.limit(budget, fixed), None if error is None else error**2
         costs = self._costs(squares is not None)
         try:
-            return choose(chain, costs, limit, squares, self.trace_of, [*self.largest.values()])
+            return choose(chain, costs, limit, squares, self.trace_of, [*self.largest.values()], self.lift)
         except Infeasible as found:
             raise self.no_plan(budget, fixed, found.smallest[1], found.trace) from None
 
     def smallest(self, chain: Chain, error: float | None = None) -> Choice:
         """Return the choice that needs the least bytes; otherwise as :meth:`fastest`."""
         squares = None if error is None else error**2
-        return smallest(chain, self._costs(squares is not None), squares, self.trace_of, [*self.largest.values()])[1]
+        costs, known = self._costs(squares is not None), [*self.largest.values()]
+        return smallest(chain, costs, squares, self.trace_of, known, self.lift)[1]
 
     def no_plan(
         self, budget: Budget, fixed: Mapping[str, int], choice: Choice, trace: StepTrace, needed: int | None = None
@@ -192,7 +210,7 @@ class StepProfile(abc.ABC):
         ``needed``: bytes, None: those of the trace.
         """
         peak = trace.peak()
-        size = (peak.size if needed is None else needed) + budget.size - self.limit(budget, fixed)
+        size = (self.size_of(trace) if needed is None else needed) + budget.size - self.limit(budget, fixed)
         hint = advice(peak, {} if budget.step_only else fixed, self.hints)
         return NoPlan.within(budget, size, choice, hint)
 
@@ -212,6 +230,7 @@ class StepProfile(abc.ABC):
         options = self.of_choice(chosen.choice)
         binds = chosen.trace.peak()
         peak, at_most = chosen.peak + held, None
+        needed = None if self.device_blocks is None else peak + self.lift(chosen.trace)
         if chosen.trace.data_dependent:
             peak, at_most = self.trace(options).peak().size + chosen.excess + held, peak
             about = [*about, "Times are for equally used experts; the budget is kept whatever tokens choose."]
@@ -234,6 +253,7 @@ class StepProfile(abc.ABC):
             front=tuple((size, base + seconds) for size, seconds in self._front(chosen)),
             about=tuple(about),
             at_most=at_most,
+            needed=needed,
             outside=outside_of(self.model, self.blocks),
             hints=self.hints,
         )
@@ -243,7 +263,7 @@ class StepProfile(abc.ABC):
         that were traced.
         """
         size, choice = chosen.smallest
-        traced = [(size, self.seconds(choice)), (chosen.peak, chosen.seconds)]
+        traced = [(size, self.seconds(choice)), (chosen.peak + self.lift(chosen.trace), chosen.seconds)]
         return fastest_by_bytes([*traced, *(point for point in chosen.front if point[0] >= size)])
 
     def _planned(self, options: Sequence[Option]) -> list[PlannedRegion]:

@@ -7,6 +7,7 @@ as the model repeats its block (blocks.py).
 
 from __future__ import annotations
 
+import array
 import contextlib
 import dataclasses
 import functools
@@ -67,7 +68,9 @@ class Peak:
 @dataclasses.dataclass(slots=True)
 class Segment:
     """A stretch of the step: ``phase`` of ``block``. ``events``: (bytes, kind). ``payload_bytes``:
-    codecs read and write them for what they encode here. It counts ``times`` times.
+    codecs read and write them for what they encode here. It counts ``times`` times. ``changes``: on
+    a device the allocations and releases themselves, as
+    :func:`gradckpt._planning.needed_memory.pairs` reads them.
     """
 
     phase: str
@@ -76,6 +79,7 @@ class Segment:
     work: list[Work]
     payload_bytes: int = 0
     times: int = 1
+    changes: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"))
 
     @property
     def name(self) -> str:
@@ -98,13 +102,15 @@ def scaled(segments: Sequence[Segment], gradients: float) -> list[Segment]:
     """Return the segments with gradients of other sizes: ``gradients`` of their bytes stay."""
     if gradients == 1:
         return list(segments)
-    return [
-        dataclasses.replace(
-            each,
-            events=[(round(size * gradients) if kind == GRADIENTS else size, kind) for size, kind in each.events],
-        )
-        for each in segments
-    ]
+    return [_resized(each, lambda size, kind: size * gradients if kind == GRADIENTS else size) for each in segments]
+
+
+def _resized(segment: Segment, size_of: Callable[[int, int], float]) -> Segment:
+    """Return a segment, which is not condensed, with other bytes for each size and kind."""
+    events = [(round(size_of(size, kind)), kind) for size, kind in segment.events]
+    changes = segment.changes[:]
+    changes[::2] = array.array("q", [size for size, _ in events] if changes else [])
+    return dataclasses.replace(segment, events=events, changes=changes)
 
 
 def condensed(trace: StepTrace) -> StepTrace:
@@ -184,10 +190,13 @@ class _Up:
 
 @dataclasses.dataclass(slots=True)
 class StepTrace:
-    """One step. ``data_dependent``: sizes depended on which experts tokens choose."""
+    """One step. ``data_dependent``: sizes depended on which experts tokens choose. ``lift``: what
+    the allocator needs beyond the peak; None: it was not asked yet.
+    """
 
     segments: list[Segment]
     data_dependent: bool
+    lift: int | None = None
 
     def peaks(self, gradient_scale: float = 1.0) -> list[Peak]:
         """Return the peak of each segment, in order.
@@ -237,7 +246,8 @@ def trace_step(
         concentrated: Let nearly every token choose the same experts. Few tokens must choose the
             others, since these get gradients then; sizes are larger by these tokens' part, so that
             no other choice needs more.
-        cuda: Count what CUDA's kernels save, instead of the CPU's.
+        cuda: Count what CUDA's kernels save, instead of the CPU's, keep payloads as a device does,
+            and note ``changes``.
 
     Raises:
         StepWrites: The step changes parameters.
@@ -274,16 +284,13 @@ def trace_step(
         rewind_host()
     events = mode.events[:]
     bounds = [_Mark(0, before, "", -1), *marks, _Mark(len(events), after, "", -1)]
-    segments = _segments(events, mode.work, bounds, gradients)
+    segments = _segments(events, mode.work, bounds, gradients, with_changes=cuda)
     return StepTrace(_enlarged(segments, mode.rest) if mode.data_dependent else segments, mode.data_dependent)
 
 
 def _enlarged(segments: Sequence[Segment], part: float) -> list[Segment]:
     """Return the segments with all sizes larger by a part of them."""
-    return [
-        dataclasses.replace(each, events=[(round(size * (1 + part)), kind) for size, kind in each.events])
-        for each in segments
-    ]
+    return [_resized(each, lambda size, kind: size * (1 + part)) for each in segments]
 
 
 def _refuse_writes(mode: PaperMode, parameters: list[Parameter]) -> None:
@@ -398,7 +405,12 @@ def _marked(blocks: Sequence[Module], mode: PaperMode, marks: list[_Mark]) -> It
 
 
 def _segments(
-    events: list[Event], work: list[tuple[int, Work]], marks: list[_Mark], gradients: set[int]
+    events: list[Event],
+    work: list[tuple[int, Work]],
+    marks: list[_Mark],
+    gradients: set[int],
+    *,
+    with_changes: bool,
 ) -> list[Segment]:
     last = max((i for i, mark in enumerate(marks) if mark.phase == _BETWEEN), default=None)
     kinds: dict[int, int] = {}
@@ -426,5 +438,8 @@ def _segments(
             pending = next(works, None)
         name = "loss" if is_loss else phase or "before the layers"
         moved = after.payload_bytes - payload_bytes
-        segments.append(Segment(name, None if is_loss or not phase else block, inside, done, moved))
+        made = Segment(name, None if is_loss or not phase else block, inside, done, moved)
+        if with_changes:
+            made.changes.extend(x for event in events[begin:end] for x in (event.size, event.storage))
+        segments.append(made)
     return segments

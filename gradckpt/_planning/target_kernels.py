@@ -3,9 +3,9 @@
 On paper every tensor is on the CPU, whose attention, dropout and RMS norm save other tensors than
 CUDA's. Convolutions, layer, group and batch norms, losses and activations save the same.
 
-Not counted: workspaces (of cuDNN, and of flash attention's backward, which sums the query's
-gradient in float32), cuDNN's attention, which Hopper and Blackwell choose first and which saves
-what flash attention saves, cuDNN's recurrent layers and its batch norm's reserve.
+What flash attention works with is in cuda_scratch.py. Not counted: workspaces of cuBLAS and cuDNN,
+cuDNN's attention, which Hopper and Blackwell choose first and which saves what flash attention
+saves, cuDNN's recurrent layers and its batch norm's reserve.
 """
 
 from __future__ import annotations

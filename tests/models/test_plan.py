@@ -17,6 +17,7 @@ from gradckpt._planning.blocks import find_blocks, shortened
 from gradckpt._planning.comparison import Comparison, Row, compare_source
 from gradckpt._planning.config_model import ConfigModel
 from gradckpt._planning.hints import IN_PYTHON, as_flags
+from gradckpt._planning.needed_memory import held_blocks, memory_use
 from gradckpt._planning.step_trace import KINDS, Peak, trace_step
 from gradckpt._settings import READY
 
@@ -123,7 +124,7 @@ def test_a_shorter_model_has_the_peaks_of_the_whole(build, gradients):
     for setting in READY:
         whole, short, blocks = traces(model, ids(), setting)
         assert (short.size, short.parts) == (whole.size, whole.parts)
-        assert (len(blocks.modules), sum(blocks.times)) == (4, 12)
+        assert (len(blocks.modules), sum(blocks.times)) == (6, 12)
 
 
 def test_blocks_that_differ_stay():
@@ -150,7 +151,7 @@ def test_a_shorter_model_is_whole_again_after_an_error():
     model = llama()
     before = list(model.model.layers)
     with pytest.raises(RuntimeError, match="stop"), shortened(model, find_blocks(model)):
-        assert len(model.model.layers) == 4
+        assert len(model.model.layers) == 6
         raise RuntimeError("stop")
     assert list(model.model.layers) == before
 
@@ -165,16 +166,16 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(attention, write):
     source.model.config._attn_implementation = attention
     limit = 2**28
     plan = compare_source(source, 256, memory=limit)
-    held = sum(plan.fixed.values())
+    held = held_blocks(source.model, plan.fixed)
     for setting in READY:
         longest = plan[setting.name].longest
 
         def total(tokens, setting=setting):
             with setting.active(source.model):
                 trace = trace_step(source.model, lambda _: source.run(tokens), cuda=True)
-            return held + trace.peak().size
+            return memory_use(trace.segments, held)["needed"]
 
-        assert total(longest) <= limit < total(int(1.02 * longest) + 1)
+        assert total(longest) <= limit < total(int(1.3 * longest) + 1)  # segments are 20 MiB
     assert plan["none"].longest < plan["int8"].longest
     assert all(row.fits == (row.longest >= 256) for row in plan.rows)
 

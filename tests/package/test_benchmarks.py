@@ -2,7 +2,9 @@
 with one sentence. What else a trial says is in test_benchmarks_*.py, test_gpu.py and
 test_gpu_scripts.py."""
 
+import array
 import contextlib
+import dataclasses
 import importlib
 import json
 import logging
@@ -31,6 +33,7 @@ SMALL = {
     "bench_fidelity": [""],
     "bench_gradient_error": [""],
     "bench_import": [""],
+    "bench_needed": ["", "--expandable"],
     "bench_overhead": [""],
     "bench_plan": [""],
     "bench_planner": [""],
@@ -193,6 +196,23 @@ def imports_take(seconds):
     return broken
 
 
+def no_payloads(patch):
+    import bench_needed
+
+    patch.setitem(bench_needed.SETTINGS, "int8", bench_needed.SETTINGS["torch"])
+
+
+def a_plan_that_needs_other(patch):
+    import bench_needed
+
+    unrolled = bench_needed.unrolled
+    patch.setattr(bench_needed, "unrolled", lambda segments: [*unrolled(segments), more_of(unrolled(segments)[-1])])
+
+
+def more_of(segment):
+    return dataclasses.replace(segment, changes=array.array("q", [2**40, 2**40]))
+
+
 def plan_of_nothing(patch):
     import bench_plan
 
@@ -315,6 +335,8 @@ BROKEN = [
     ("bench_gradient_error", "", no_gradient_error, "nothing was compressed"),
     ("bench_import", "", imports_take(0.5), "the ceiling"),
     ("bench_import", "", imports_take(0.0), "was not imported"),
+    ("bench_needed", "", no_payloads, "payloads of"),
+    ("bench_needed", "", a_plan_that_needs_other, "the whole step"),
     ("bench_overhead", "", no_recompute, "runs of 5 regions, not 10"),
     ("bench_overhead", "", no_time, WRONG),
     ("bench_plan", "", plan_of_nothing, "all checkpoints"),

@@ -122,7 +122,7 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
 static gck_payload *accept(gck_payload *self, gck_payload *first)
 {
     gck_stats *s = &self->state->stats;
-    const int late = self->device >= 0 && self->has_values;    /* the device will tell */
+    const int late = gck_counts_as_device(self->device);       /* it will tell */
     const int same = first != NULL && !late ? gck_sharing_proof(self, first) : 0;
 
     if (same < 0) {

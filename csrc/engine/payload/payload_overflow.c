@@ -3,6 +3,7 @@
 
 #include "gradckpt.h"
 #include "torch/input.h"
+#include "torch/paper.h"
 #include "torch/tensor.h"
 #include "engine/payload/payload_room.h"
 
@@ -10,7 +11,7 @@
 
 enum {
     MOST_OPEN = 2,                 /* originals of a device that may be held until their results come ... */
-    SMALL = 16 << 20,              /* ... and any number whose bytes together are fewer          */
+    SMALL = 16 << 20,              /* ... and any number whose bytes together are fewer, not on paper */
     MOST_TWINS = 1,                /* the same of payloads that may turn out to be another's     */
     /* Seconds.  A region may take ten; a device that stands still may wait for what this thread has yet to queue. */
     PATIENCE = 60,
@@ -20,7 +21,7 @@ static const int64_t SECOND = 1000000000;
 
 int gck_payload_overflow_begin(gck_payload *p)
 {
-    if (!p->codec->may_overflow || p->numel == 0 || (p->device < 0 && !p->state->late_overflow)) {
+    if (!p->codec->may_overflow || p->numel == 0 || (!gck_counts_as_device(p->device) && !p->state->late_overflow)) {
         return 0;
     }
     Py_BEGIN_ALLOW_THREADS                       /* the first one of a device allocates memory */
@@ -57,6 +58,14 @@ void gck_payload_overflow_encoded(gck_payload *p, PyObject *x, int status)
     p->late |= status == 0 ? GCK_OVERFLOW_NONE : GCK_OVERFLOW_FOUND;
     p->kept = Py_NewRef(x);
     wait_for(p);
+}
+
+/* A step on paper gives each answer when it is waited for, so as many originals are held as ever may be. */
+static void answer_on_paper(gck_payload *p)
+{
+    if (p->overflow != NULL && gck_on_paper()) {
+        write_flag(p, p->late);
+    }
 }
 
 /* Take p off the list and give its word back. */
@@ -126,12 +135,18 @@ static int compare(const gck_payload *self, gck_bytes mine, gck_bytes firsts)
 
 int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
 {
-    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(self->device));
+    const gck_device_kind *kind = self->device >= 0 ? gck_device_kind_at(gck_device_kind_of(self->device)) : NULL;
     gck_arrays arrays = gck_arrays_again(self->arrays), others = gck_arrays_again(first->arrays);
     gck_bytes mine, firsts;
     int status = 0;
 
-    if (kind->compare != NULL && self->overflow == NULL && self->nbytes == first->nbytes
+    if (!self->has_values) {                     /* on paper, one tensor of one version has the same values */
+        if ((self->overflow = gck_overflow_take(-1)) != NULL) {
+            self->late = GCK_OVERFLOW_NONE;
+            self->twin = (gck_payload *)Py_NewRef((PyObject *)first);
+            wait_for(self);
+        }
+    } else if (kind->compare != NULL && self->overflow == NULL && self->nbytes == first->nbytes
         && (self->overflow = gck_overflow_take(self->device)) != NULL) {
         status = gck_payload_view(self, arrays, &mine) < 0 || gck_payload_view(first, others, &firsts) < 0 ? -1 : 0;
         if (status == 0 && compare(self, mine, firsts) == GCK_OK) {
@@ -172,6 +187,7 @@ static void settle_twin(gck_payload *self, int equal)
         self->fresh = 0;
     }
     gck_arrays_clear(&self->arrays);
+    gck_fresh_free(&self->own);
 }
 
 /* ---- answers ---- */
@@ -218,6 +234,7 @@ static int await(gck_payload *p, int seconds)
     struct timespec pause = {0, 10000};
     int64_t patience = p->state->late_overflow ? p->state->late_overflow : seconds * SECOND;
 
+    answer_on_paper(p);
     while (p->overflow != NULL && *word == GCK_OVERFLOW_PENDING) {         /* another thread may have settled p */
         if (patience < 0 || gck_overflow_is_captured(p->overflow)) {
             return 0;
@@ -249,7 +266,7 @@ static gck_payload *oldest_of_too_many(const gck_payload *newest)
             bytes += p->twin != NULL ? p->nbytes : p->bytes_in;
         }
     }
-    return open > (newest->twin != NULL ? MOST_TWINS : MOST_OPEN) && bytes > SMALL ? oldest : NULL;
+    return open > (newest->twin != NULL ? MOST_TWINS : MOST_OPEN) && (bytes > SMALL || gck_on_paper()) ? oldest : NULL;
 }
 
 int gck_payload_overflow_bound(gck_payload *newest)
@@ -274,6 +291,7 @@ int gck_payload_overflow_original(gck_payload *p, PyObject **original)
     int64_t now = -1;
     int came = 1;
 
+    answer_on_paper(p);
     for (*original = NULL; came > 0; Py_DECREF(kept)) {
         gck_payload_overflow_poll(p->state);
         if ((kept = Py_XNewRef(p->kept)) == NULL) {      /* owned: a question runs Python, which may settle p */

@@ -1,6 +1,7 @@
 /* sharing.c: finds the payload that another use of the same tensor may share. */
 #include "engine/payload/sharing.h"
 
+#include "torch/paper.h"
 #include "torch/stream.h"
 #include "torch/tensor.h"
 #include "engine/payload/layout.h"
@@ -36,8 +37,9 @@ static int same_bytes(gck_bytes a, gck_bytes b, gck_lengths lengths)
 /* Never across streams, never into a capture; and there is one late answer for each payload. */
 static int may_share(const gck_payload *p, const gck_tensor *view)
 {
-    return p->device < 0
-        || (p->stream == view->stream && !p->codec->may_overflow && !gck_stream_is_captured(p->device, p->stream));
+    return !gck_counts_as_device(p->device)
+        || (p->stream == view->stream && !p->codec->may_overflow
+            && (p->device < 0 || !gck_stream_is_captured(p->device, p->stream)));
 }
 
 /* Nothing in the loop runs Python, so entries are borrowed.  A dead original gives None. */
@@ -96,7 +98,8 @@ int gck_sharing_holds(gck_payload *first, gck_input *in)
     gck_how how;
     int status;
 
-    if (first->device >= 0 || first->nbytes > SCRATCH || !gck_payload_has_bytes(first) || first->overflow != NULL) {
+    if (gck_counts_as_device(first->device) || first->nbytes > SCRATCH || !gck_payload_has_bytes(first)
+        || first->overflow != NULL) {
         return 0;
     }
     if (gck_payload_work(first, in->x, first->arrays, &view, &bytes, &how) < 0) {
