@@ -57,10 +57,10 @@ def test_a_pool_of_scales_changes_little():
 
 def test_the_step_of_any_model():
     """Of one's own layers and calls, as a benchmark on a card may ask."""
-    layers = nn.ModuleList(nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(6)).to(
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)) for _ in range(16)).to(
         torch.bfloat16
     )
-    x = torch.zeros(4096, 1024, dtype=torch.bfloat16)
+    x = torch.zeros(8192, 512, dtype=torch.bfloat16)
     held = sum(p.nbytes for p in layers.parameters())
     ways = {
         "none": lambda layer, h: layer(h),
