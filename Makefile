@@ -6,7 +6,7 @@
 #   GPU_PYTHON=python3.12   the interpreter of `make gpu`, with the torch it has, without pip and the network; default:
 #                           PYTHON where its torch has CUDA, else that of .venv
 #   GPU_ARGS                passed on, e.g. make gpu GPU_ARGS="--stages smoke,kernels"
-#   REHEARSAL=cpu           the device of `make gpu_rehearsal`
+#   REHEARSAL=cpu           the device of `make gpu_rehearsal`; default: the virtual device of the tests
 #   PYTHONS, TORCHES        what `make release` tries the wheel with: interpreters; newest, versions, or folders that hold a torch
 #   TORCH_INDEX             where `make release` and `make soak` take these from; empty: from pip's own index, with CUDA
 
@@ -22,7 +22,7 @@ export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TEST_ARGS ?=
 GPU_PYTHON ?=
 GPU_ARGS ?=
-REHEARSAL ?= cpu
+REHEARSAL ?= virtual
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check

@@ -32,6 +32,7 @@ KERNELS = {
     "cuda_device": 0,
     "driver": 0,
     "cuda_error": 0,
+    "equal": 1,
 }
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for.*?(?=Compiling entry|\Z)", re.DOTALL)
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")

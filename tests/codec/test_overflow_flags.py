@@ -4,6 +4,7 @@ import ctypes
 
 import numpy as np
 import pytest
+from c_structures import Bytes
 from direct_kernels import E_DEVICE, OVERFLOW_FOUND, OVERFLOW_NONE, OVERFLOW_PENDING, Layout, aligned, nbytes
 from test_lossless import with_escapes
 
@@ -118,6 +119,45 @@ def test_captures_take_all_words(fresh_device):
             value_of(word).value = OVERFLOW_PENDING
             assert encode_small(device, number % 3 > 0, word) == 0, again
     assert take(-1) is not None, "the host's are others"
+
+
+def compare(device, codes, other, scales=b"", others=b""):
+    """What the kernel says of two payloads, after one launch."""
+    arrays = [np.frombuffer(part, np.uint8) for part in (codes, scales, other, others)]
+    places = [(Bytes * 1)(Bytes(pointer(arrays[i]), pointer(arrays[i + 1]))) for i in (0, 2)]
+    word = device.library.gck_overflow_take(1)
+    before = device.integer("emulated_launches").value
+    lengths = Lengths(len(codes), len(scales))
+    status = device.library.gck_compare_cuda(1, None, places[0][0], places[1][0], lengths, ctypes.c_void_p(word))
+    assert (status, device.integer("emulated_launches").value - before) == (0, 1)
+    said = value_of(word).value
+    device.library.gck_overflow_give(word)
+    return said
+
+
+class Lengths(ctypes.Structure):
+    _fields_ = [("codes", ctypes.c_int64), ("scales", ctypes.c_int64)]
+
+
+def pointer(array):
+    return array.ctypes.data if array.size else None
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 4096, 16383, 16384, 16385, 50001])
+def test_compare(device, n):
+    """One byte anywhere, of the codes or of the scales."""
+    generator = np.random.default_rng(n)
+    codes, scales = generator.bytes(n), generator.bytes(1 + n // 64)
+    assert compare(device, codes, codes) == OVERFLOW_NONE
+    assert compare(device, codes, codes, scales, scales) == OVERFLOW_NONE
+    for at in {0, n - 1, n // 2, *map(int, generator.integers(0, n, 4))}:
+        other = bytearray(codes)
+        other[at] ^= 1 << at % 8
+        assert compare(device, codes, bytes(other), scales, scales) == OVERFLOW_FOUND, at
+    other = bytearray(scales)
+    other[-1] ^= 128
+    assert compare(device, codes, codes, scales, bytes(other)) == OVERFLOW_FOUND
+    assert compare(device, codes, codes, scales, scales) == OVERFLOW_NONE  # the counters are back at 0
 
 
 def test_word_of_the_host_is_no_word_of_a_device(device):

@@ -42,7 +42,7 @@ NAMES = [stage.name for stage in gpu.STAGES]
 def rehearsal(tmp_path_factory):
     """Exit status, what was printed, and the folder."""
     out = tmp_path_factory.mktemp("rehearsal")
-    command = [sys.executable, ROOT / "benchmarks/gpu.py", "--device", "cpu", "--small", "--out", out]
+    command = [sys.executable, ROOT / "benchmarks/gpu.py", "--device", "virtual", "--small", "--out", out]
     ran = subprocess.run(command, capture_output=True, text=True)
     return ran.returncode, ran.stdout + ran.stderr, out
 
@@ -60,13 +60,13 @@ def test_rehearsal_passes(rehearsal):
 
 def test_rehearsal_as_json(rehearsal):
     whole = json.loads((rehearsal[2] / "results.json").read_text())
-    assert (whole["failures"], whole["failed"], whole["device"], whole["small"]) == (0, [], "cpu", True)
+    assert (whole["failures"], whole["failed"], whole["device"], whole["small"]) == (0, [], "virtual", True)
     assert whole["facts"]["torch"] == torch.__version__
     stages = {each["stage"]: each for each in whole["stages"]}
     assert list(stages) == NAMES
     assert {name for name, each in stages.items() if each["status"] != "passed"} == {"sanitize"}
     assert stages["sanitize"]["skipped"] == ["the whole stage: needs CUDA: compute-sanitizer watches kernels of a card"]
-    assert all(each["passed"] > 5 for name, each in stages.items() if name != "sanitize")
+    assert all(each["passed"] > 2 for name, each in stages.items() if name != "sanitize")
     for each in whole["stages"]:
         assert each["limit_s"] > each["estimate_s"] > 0
         for table in each["tables"]:

@@ -391,8 +391,8 @@ def test_make_gpu_runs_the_program(make):
 
 
 def test_make_gpu_rehearsal(make):
-    assert make("gpu_rehearsal")[3][-1].endswith("benchmarks/gpu.py --device cpu --small")
-    assert make("gpu_rehearsal", "REHEARSAL=virtual")[3][-1].endswith("gpu.py --device virtual --small")
+    assert make("gpu_rehearsal")[3][-1].endswith("benchmarks/gpu.py --device virtual --small")
+    assert make("gpu_rehearsal", "REHEARSAL=cpu")[3][-1].endswith("gpu.py --device cpu --small")
 
 
 # ---- make gpu with an interpreter of the machine ----

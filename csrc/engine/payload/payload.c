@@ -223,7 +223,8 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     }
     if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
         Py_CLEAR(result);
-    } else if (use == GCK_FOR_REGION && first != NULL && gck_payload_overflow_ask(self, first) < 0) {
+    } else if (use == GCK_FOR_REGION && first != NULL && gck_counts_as_device(self->device)
+               && gck_payload_overflow_ask(self, first) < 0) {
         Py_CLEAR(result);
     } else if (use == GCK_FOR_REGION && self->version >= 0 && self->twin == NULL && !is_captured(self)) {
         gck_payload_remember(self);
