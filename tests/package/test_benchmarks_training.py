@@ -275,7 +275,7 @@ def test_missing_images_are_named(monkeypatch):
         ("--page README.md --tasks llama", "only with all tasks and ways"),
         ("--page missing.md", "missing.md is no file"),
         ("--picture nowhere/at/all.png", "nowhere/at is no folder"),
-        ("--quick --tasks lama", "--tasks: unknown 'lama'"),
+        ("--quick --tasks other", "--tasks: unknown 'other'"),
         ("--quick --ways fp9", "--ways: unknown 'fp9'"),
         ("--quick --seeds 0", "--seeds: at least 2"),
         (f"--page {ROOT / 'README.md'}", "lacks the mark <!-- first"),
