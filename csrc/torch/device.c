@@ -35,3 +35,14 @@ int gck_device_of_torch(int32_t type, int32_t index)
     }
     return GCK_NO_DEVICE;
 }
+
+int gck_stream_of(const gck_dl_exchange *dlpack, int device, void **stream)
+{
+    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));
+    const int index = gck_device_index(device);
+
+    return kind->stream != NULL ? kind->stream(index, stream)
+         : dlpack != NULL ? dlpack->current_work_stream(kind->dlpack, index, stream)
+         : gck_torch.aoti_torch_get_current_cuda_stream == NULL
+           || gck_torch.aoti_torch_get_current_cuda_stream(index, stream);
+}

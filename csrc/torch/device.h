@@ -1,4 +1,4 @@
-/* device.h: the numbers of devices here (gradckpt.h), and those that torch has for them. */
+/* device.h: the numbers of devices here (gradckpt.h), those that torch has for them, and streams. */
 #ifndef GRADCKPT_DEVICE_H
 #define GRADCKPT_DEVICE_H
 
@@ -14,5 +14,9 @@ int gck_device_of_torch(int32_t type, int32_t index);
 
 /* torch's number of its type.  -1: this torch does not tell. */
 int32_t gck_device_type(int device);
+
+/* torch's current stream of a device.  0; not 0: torch does not tell, and with `dlpack` (NULL: there is no GIL) an
+ * exception is set. */
+int gck_stream_of(const gck_dl_exchange *dlpack, int device, void **stream);
 
 #endif

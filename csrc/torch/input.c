@@ -5,7 +5,6 @@
 #include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/device.h"
-#include "torch/stream.h"
 
 enum { DEVICE_STRIDED_DIMS = 8 };
     /* strided dimensions that the kernels accept; a tensor with more stays uncompressed */

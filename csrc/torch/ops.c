@@ -20,7 +20,6 @@
 #include "gradckpt.h"
 #include "torch/abi.h"
 #include "torch/device.h"
-#include "torch/stream.h"
 
 /* The argument layout of torch 2.11; later versions keep it for us. */
 static const uint64_t build_version = UINT64_C(0x020B000000000000);

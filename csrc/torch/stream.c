@@ -4,17 +4,6 @@
 #include "torch/calls.h"
 #include "torch/error.h"
 
-int gck_stream_of(const gck_dl_exchange *dlpack, int device, void **stream)
-{
-    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));
-    const int index = gck_device_index(device);
-
-    return kind->stream != NULL ? kind->stream(index, stream)
-         : dlpack != NULL ? dlpack->current_work_stream(kind->dlpack, index, stream)
-         : gck_torch.aoti_torch_get_current_cuda_stream == NULL
-           || gck_torch.aoti_torch_get_current_cuda_stream(index, stream);
-}
-
 int gck_stream_is_captured(int device, void *stream)
 {
     const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));

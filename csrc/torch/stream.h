@@ -6,11 +6,7 @@
 #include "torch/abi.h"
 #include "torch/objects.h"
 
-/* torch's current stream of a device.  0; not 0: torch does not tell, and with `dlpack` (NULL: there is no GIL) an
- * exception is set. */
-int gck_stream_of(const gck_dl_exchange *dlpack, int device, void **stream);
-
-/* Is what is queued there captured in a graph?  1; 0, also where the device does not tell. */
+/* Is what is queued on this stream captured in a graph?  1; 0, also where the device does not tell. */
 int gck_stream_is_captured(int device, void *stream);
 
 /* Make it torch's current one, until gck_stream_leave(), which does nothing for one that was not entered.  0; not 0:

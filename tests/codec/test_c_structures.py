@@ -21,7 +21,8 @@ def declarations_of(text, name):
 def fields_of(text, name):
     """The names of a structure's fields, as the header declares them."""
     start, end = declarations_of(text, name)
-    declared = [part.strip() for line in text[start:end].split(";") for part in line.split(",")]
+    text = re.sub(r"\(\*(\w+(?:\[\w+\])?)\)\([^)]*\)", r"\1", text[start:end], flags=re.DOTALL)  # pointers to functions
+    declared = [part.strip() for line in text.split(";") for part in line.split(",")]
     return [re.search(r"(\w+)(\[\w+\])*$", part).group(1) for part in declared if part]
 
 
@@ -73,7 +74,8 @@ def test_a_field_more_is_noticed_wherever_it_is(name, tmp_path):
 def test_a_wider_field_is_noticed(name, tmp_path):
     text = header_of(name)
     start, end = declarations_of(text, name)
-    changed = re.sub(r"(\w+)((?:\[\w+\])*);\s*$", r"\1[2]\2;", text[start:end])
+    changed = re.sub(r"\(\*(\w+)\)(\([^)]*\));\s*$", r"(*\1[2])\2;", text[start:end])
+    changed = re.sub(r"(\w+)((?:\[\w+\])*);\s*$", r"\1[2]\2;", changed)
     assert differences(tmp_path, name, text[:start] + changed + text[end:]).startswith("layout")
 
 

@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 import pytest
-from c_structures import Bytes
+from c_structures import Bytes, Lengths
 from direct_kernels import E_DEVICE, OVERFLOW_FOUND, OVERFLOW_NONE, OVERFLOW_PENDING, Layout, aligned, nbytes
 from test_lossless import with_escapes
 
@@ -133,10 +133,6 @@ def compare(device, codes, other, scales=b"", others=b""):
     said = value_of(word).value
     device.library.gck_overflow_give(word)
     return said
-
-
-class Lengths(ctypes.Structure):
-    _fields_ = [("codes", ctypes.c_int64), ("scales", ctypes.c_int64)]
 
 
 def pointer(array):

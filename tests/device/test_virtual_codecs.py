@@ -6,30 +6,12 @@ import functools
 import pytest
 import torch
 import virtual_device
-from c_structures import Bytes, Dither, How, Tensor
+from c_structures import Bytes, DeviceKind, Dither, How, Tensor
 from codec_library import NUMBERS, CodecLibrary
 
 OK, BAD_ADDRESS = 0, 700
 PENDING, NONE, FOUND = 0, 1, 2
 CODECS = ("raw", "fp8_e4m3", "fp8_e5m2", "int8", "int8_plain", "int6", "int4", "bf16", "fp16", "lossless")
-
-
-class Kind(ctypes.Structure):
-    """gck_device_kind."""
-
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("dlpack", ctypes.c_int),
-        ("check", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int))),
-        ("stream", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))),
-        ("set_stream", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))),
-        ("is_captured", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))),
-        ("encode", ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int)),
-        ("decode", ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3, ctypes.c_int)),
-        ("compare", ctypes.CFUNCTYPE(ctypes.c_int)),
-        ("words", ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_uint32), ctypes.c_int, ctypes.c_int)),
-        ("error", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)),
-    ]
 
 
 @functools.cache
@@ -42,7 +24,7 @@ def codecs():
 @functools.cache
 def kind():
     virtual_device.load_kernels()
-    return Kind.from_address(virtual_device.device_kind())
+    return DeviceKind.from_address(virtual_device.device_kind())
 
 
 def view(x):

@@ -44,6 +44,30 @@ class Bytes(ctypes.Structure):
     _fields_ = [("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p)]
 
 
+class Lengths(ctypes.Structure):
+    """gck_lengths."""
+
+    _fields_ = [("codes", ctypes.c_int64), ("scales", ctypes.c_int64)]
+
+
+class DeviceKind(ctypes.Structure):
+    """gck_device_kind."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("dlpack", ctypes.c_int),
+        ("check", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int))),
+        ("stream", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))),
+        ("set_stream", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))),
+        ("is_captured", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))),
+        ("encode", ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.c_int)),
+        ("decode", ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3, ctypes.c_int)),
+        ("compare", ctypes.CFUNCTYPE(ctypes.c_int)),
+        ("words", ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_uint32), ctypes.c_int, ctypes.c_int)),
+        ("error", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)),
+    ]
+
+
 class Kernels(ctypes.Structure):
     """gck_kernels."""
 
@@ -71,5 +95,7 @@ MIRRORS = {
     "gck_dither": (Dither, "gradckpt.h"),
     "gck_how": (How, "gradckpt.h"),
     "gck_bytes": (Bytes, "gradckpt.h"),
+    "gck_lengths": (Lengths, "gradckpt.h"),
+    "gck_device_kind": (DeviceKind, "gradckpt.h"),
     "gck_kernels": (Kernels, "codec/portable/kernels.h"),
 }

@@ -5,8 +5,20 @@
  * was given: torch would follow a NULL.  aoti_torch_check() leaves by longjmp, as an exception does. */
 #include <setjmp.h>
 
-#include "torch/stream.c"
+#define GCK_WITH_CUDA 1
+#include "codec/cuda/devices.c"
+#include "torch/device.c"
 #include "torch/ops.c"
+
+int gck_cuda_check(int *driver, int *runtime) { return *driver = *runtime = 13000, GCK_OK; }
+int gck_is_captured_cuda(int index, void *stream, int *captured) { return (void)index, (void)stream, *captured = 0; }
+uint32_t *gck_words_cuda(int index, int n) { return (void)index, (void)n, NULL; }
+const char *gck_cuda_error(int status) { return (void)status, "a CUDA error"; }
+
+int gck_compare_cuda(int index, void *stream, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word)
+{
+    return (void)index, (void)stream, (void)a, (void)b, (void)lengths, (void)word, GCK_E_DEVICE;
+}
 
 gck_abi gck_torch;
 
@@ -47,6 +59,7 @@ static tensor *tensor_new(int dtype, int cuda, int ndim, const int64_t *sizes)
 
 /* ---- torch ---- */
 
+static int32_t on_cpu(void) { return CPU; }
 static int32_t on_cuda(void) { return CUDA; }
 static int32_t float32(void) { return FLOAT32; }
 static int32_t float16(void) { return FLOAT16; }
@@ -231,7 +244,7 @@ static int call(int operator, int cuda, int offset)
 static void set_up(void)
 {
     gck_torch = (gck_abi){
-        .aoti_torch_device_type_cuda = on_cuda, .aoti_torch_dtype_float32 = float32,
+        .aoti_torch_device_type_cpu = on_cpu, .aoti_torch_device_type_cuda = on_cuda, .aoti_torch_dtype_float32 = float32,
         .aoti_torch_dtype_float16 = float16, .aoti_torch_dtype_bfloat16 = bfloat16,
         .aoti_torch_dtype_bool = boolean, .aoti_torch_dtype_uint8 = uint8, .aoti_torch_get_dim = get_dim,
         .aoti_torch_get_numel = get_numel, .aoti_torch_get_sizes = get_sizes, .aoti_torch_get_strides = get_strides,

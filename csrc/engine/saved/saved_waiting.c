@@ -2,6 +2,7 @@
 #include "engine/saved/saved_waiting.h"
 
 #include "torch/error.h"
+#include "torch/device.h"
 #include "torch/input.h"
 #include "torch/stream.h"
 #include "torch/tensor.h"
