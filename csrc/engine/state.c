@@ -96,8 +96,8 @@ PyObject *gck_add_device(PyObject *module, PyObject *capsule)
     }
     if (gck_ops_add(kind) != 0) {
         Py_DECREF(type);
-        return PyErr_Format(PyExc_RuntimeError, "gradckpt: torch rejected the operators for %s, or it has two kinds of "
-                            "devices already", kind->name);
+        return PyErr_Format(PyExc_RuntimeError, "gradckpt: torch rejected the operators for %s; add one kind of device "
+                            "only", kind->name);
     }
     py->accelerator = type;
     Py_DECREF(before);

@@ -36,7 +36,9 @@ int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact,
     if (preserve_rng && (a->cpu_rng = gck_rng_stash(&py->rng)) == NULL) {
         goto error;
     }
-    if (gck_device_rng_capture(py, args, kwargs, preserve_rng, exact, &a->device_rng) < 0) {
+    a->exact = exact;
+    if (gck_device_rng_capture(py, args, kwargs, preserve_rng, exact, &a->device_rng) < 0
+        || (!exact && gck_device_rng_refuse_captured(py, a->device_rng) < 0)) {
         goto error;
     }
     truth = (a->fx = fx_tracing(py)) < 0 || gck_autocast_capture(py, &a->autocast) < 0
@@ -56,6 +58,9 @@ static int enter_rng(gck_py *py, const gck_ambient *a, gck_surroundings *s)
 {
     if (a->cpu_rng != NULL
         && ((s->cpu_rng = gck_rng_stash(&py->rng)) == NULL || gck_rng_put(&py->rng, a->cpu_rng) < 0)) {
+        return -1;
+    }
+    if (!a->exact && gck_device_rng_refuse_captured(py, a->device_rng) < 0) {
         return -1;
     }
     return a->device_rng == NULL ? 0 : gck_device_rng_swap(py, a->device_rng, &s->device_rng);

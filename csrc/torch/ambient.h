@@ -10,6 +10,7 @@
 typedef struct {
     PyObject *cpu_rng;      /* state of the CPU generator: a copy, not a handle       */
     PyObject *device_rng;   /* see device_rng.h                                       */
+    int       exact;        /* as torch: states are also given to captured graphs     */
     gck_autocast autocast;
     PyObject *device;       /* innermost torch.device context                         */
     int       fx;           /* torch.fx traced symbolically; 0 where torch has no flag */

@@ -2,11 +2,24 @@
 #include "torch/autocast.h"
 
 #include "torch/calls.h"
+#include "torch/error.h"
 
 /* New reference: the dtype of autocast on the CPU. */
 static PyObject *cpu_dtype(const gck_py *py)
 {
     return PyObject_CallFunctionObjArgs(py->autocast_dtype, py->names.cpu, NULL);
+}
+
+/* New reference: that of the accelerator; NULL without an exception: there is none, or it has no autocast. */
+static PyObject *device_dtype(const gck_py *py)
+{
+    PyObject *dtype = py->accelerator != Py_None
+        ? PyObject_CallFunctionObjArgs(py->autocast_dtype, py->accelerator, NULL) : NULL;
+
+    if (dtype == NULL && PyErr_Occurred()) {
+        gck_clear_refusal();
+    }
+    return dtype;
 }
 
 /* New reference: (type, enabled, dtype) as it is now; *enabled: the second. */
@@ -28,8 +41,9 @@ static PyObject *look_at_all(const gck_py *py, int all)
 
     for (Py_ssize_t i = 0; found != NULL && i < gck_items(types); i++) {
         PyObject *type = gck_item(types, i), *one = look(py, type, &enabled);
-        const int cpu = one == NULL || all || enabled ? 1 : PyObject_RichCompareBool(type, py->names.cpu, Py_EQ);
-        if (one == NULL || cpu < 0 || (cpu && PyList_Append(found, one) < 0)) {
+        const int wanted = one == NULL || all || enabled || PyObject_RichCompareBool(type, py->names.cpu, Py_EQ) == 1
+                        || PyObject_RichCompareBool(type, py->accelerator, Py_EQ) == 1;     /* strings, or None */
+        if (one == NULL || (wanted && PyList_Append(found, one) < 0)) {
             Py_CLEAR(found);
         }
         Py_XDECREF(one);
@@ -44,7 +58,8 @@ int gck_autocast_capture(const gck_py *py, gck_autocast *a)
     const int enabled = gck_ask(py->any_autocast);
 
     a->cache = enabled < 0 ? -1 : gck_ask(py->cache_enabled);
-    if (a->cache < 0 || (a->cpu_dtype = cpu_dtype(py)) == NULL) {
+    if (a->cache < 0 || (a->cpu_dtype = cpu_dtype(py)) == NULL
+        || ((a->device_dtype = device_dtype(py)) == NULL && PyErr_Occurred())) {
         return -1;
     }
     return enabled && (a->types = look_at_all(py, 0)) == NULL ? -1 : 0;
@@ -54,6 +69,7 @@ void gck_autocast_clear(gck_autocast *a)
 {
     Py_CLEAR(a->types);
     Py_CLEAR(a->cpu_dtype);
+    Py_CLEAR(a->device_dtype);
 }
 
 int gck_autocast_differs(const gck_py *py, const gck_autocast *a)
@@ -71,6 +87,9 @@ int gck_autocast_differs(const gck_py *py, const gck_autocast *a)
     }
     differs = cache != a->cache || dtype != a->cpu_dtype;
     Py_DECREF(dtype);
+    dtype = device_dtype(py);
+    differs = dtype == NULL && PyErr_Occurred() ? -1 : differs || dtype != a->device_dtype;
+    Py_XDECREF(dtype);
     return differs;
 }
 
@@ -107,7 +126,10 @@ static int plan_type(const gck_py *py, PyObject *was, PyObject *now, PyObject *e
 
 int gck_autocast_plan(const gck_py *py, const gck_autocast *a, PyObject *enter, PyObject *leave)
 {
-    PyObject *off = a->types == NULL ? Py_BuildValue("[(OOO)]", py->names.cpu, Py_False, a->cpu_dtype) : NULL;
+    PyObject *off = a->types != NULL ? NULL
+                  : a->device_dtype == NULL ? Py_BuildValue("[(OOO)]", py->names.cpu, Py_False, a->cpu_dtype)
+                  : Py_BuildValue("[(OOO)(OOO)]", py->names.cpu, Py_False, a->cpu_dtype, py->accelerator, Py_False,
+                                  a->device_dtype);
     PyObject *then = a->types != NULL ? a->types : off, *now = then != NULL ? look_at_all(py, 1) : NULL;
     const int cache = now != NULL ? gck_ask(py->cache_enabled) : -1;
     int around = 0;

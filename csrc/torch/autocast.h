@@ -5,9 +5,11 @@
 #include "torch/objects.h"
 
 typedef struct {
-    PyObject *types;        /* [(device type, enabled, dtype), ...] of each type where it was on, and of the CPU;
+    PyObject *types;        /* [(device type, enabled, dtype), ...] of each type where it was on, of the CPU and the
+                             * accelerator;
                              * NULL: it was off everywhere                            */
     PyObject *cpu_dtype;    /* on the CPU, also while it is disabled                  */
+    PyObject *device_dtype; /* the same of the accelerator; NULL: there is none       */
     int       cache;        /* the cache flag, also while it is disabled              */
 } gck_autocast;
 

@@ -1,6 +1,6 @@
 /* device_rng.c: asks generators themselves where torch's modules keep them; the rare rest is in Python.
  *
- * States are a list: (generator, state) here, (device type, index, state) from Python. */
+ * States are a list: (generator, state, device) here, (device type, index, state) from Python. */
 #include "torch/device_rng.h"
 
 #include "torch/calls.h"
@@ -136,29 +136,12 @@ static PyObject *generator_of(const gck_py *py, PyObject *module, int device)
     return one;
 }
 
-/* Append (generator, its state).  0 or -1. */
-static int append_state(const gck_py *py, PyObject *states, PyObject *generator)
+/* Append (generator, its state, device).  0 or -1. */
+static int append_state(const gck_py *py, PyObject *states, PyObject *generator, int device)
 {
     PyObject *state = PyObject_CallMethodObjArgs(generator, py->rng.get_state, NULL);
 
-    return state == NULL ? -1 : gck_append(states, Py_BuildValue("(ON)", generator, state));
-}
-
-/* A graph that is replayed draws other numbers each time, which no state of now tells: a recompute in it could not
- * draw the forward's.  0 or -1. */
-static int refuse_captured(const gck_py *py, int device)
-{
-    void *stream;
-
-    if (gck_stream_of(py->dlpack, device, &stream) != 0) {
-        return -1;
-    }
-    if (gck_stream_is_captured(device, stream)) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a region in a captured graph cannot draw the forward's random "
-                                            "numbers again; pass preserve_rng_state=False and draw none inside");
-        return -1;
-    }
-    return 0;
+    return state == NULL ? -1 : gck_append(states, Py_BuildValue("(ONi)", generator, state, device));
 }
 
 /* The states of these devices: 1; 0: Python has to ask; -1. */
@@ -174,7 +157,7 @@ static int capture(const gck_py *py, const found *f, PyObject **states)
         PyObject *generator = initialized > 0 ? generator_of(py, module, f->devices[i]) : NULL;
 
         status = PyErr_Occurred() ? -1 : module != NULL && !initialized ? 1
-               : generator == NULL ? 0 : append_state(py, *states, generator) < 0 ? -1 : 1;
+               : generator == NULL ? 0 : append_state(py, *states, generator, f->devices[i]) < 0 ? -1 : 1;
         Py_XDECREF(type);
         Py_XDECREF(module);
         Py_XDECREF(generator);
@@ -211,9 +194,6 @@ int gck_device_rng_capture(gck_py *py, PyObject *args, PyObject *kwargs, int pre
     if (seen > 0 && (f.n == 0 || !preserve)) {   /* faster */
         return 0;
     }
-    for (int i = 0; seen > 0 && !exact && i < f.n; i++) {
-        seen = refuse_captured(py, f.devices[i]) < 0 ? -1 : seen;
-    }
     seen = seen > 0 ? capture(py, &f, states) : seen;
     if (seen != 0) {
         return seen < 0 ? -1 : 0;
@@ -226,18 +206,60 @@ int gck_device_rng_capture(gck_py *py, PyObject *args, PyObject *kwargs, int pre
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* Was this state taken by Python? */
+static int is_from_python(PyObject *one) { return PyUnicode_Check(PyTuple_GetItem(one, 0)); }
+
+/* The device of a state; GCK_NO_DEVICE: it is of no known kind. */
+static int device_of(PyObject *one)
+{
+    const gck_device_kind *kind;
+
+    if (!is_from_python(one)) {
+        return (int)PyLong_AsLong(PyTuple_GetItem(one, 2));
+    }
+    for (int k = 0; (kind = gck_device_kind_at(k)) != NULL; k++) {
+        if (PyUnicode_CompareWithASCIIString(PyTuple_GetItem(one, 0), kind->name) == 0) {
+            return gck_device_number(k, (int)PyLong_AsLong(PyTuple_GetItem(one, 1)));
+        }
+    }
+    return GCK_NO_DEVICE;
+}
+
+/* A graph that is replayed draws other numbers each time, which no state of now tells. */
+int gck_device_rng_refuse_captured(const gck_py *py, PyObject *states)
+{
+    void *stream;
+
+    for (Py_ssize_t i = 0; states != NULL && i < gck_items(states); i++) {
+        const int device = device_of(gck_item(states, i));
+        if (device < 0) {
+            continue;
+        }
+        if (gck_stream_of(py->dlpack, device, &stream) != 0) {
+            return gck_stream_unknown();
+        }
+        if (gck_stream_is_captured(device, stream)) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "gradckpt: a region in a captured graph cannot draw the forward's random numbers again; "
+                            "pass preserve_rng_state=False and draw none inside");
+            return -1;
+        }
+    }
+    return 0;
+}
+
 int gck_device_rng_swap(const gck_py *py, PyObject *states, PyObject **previous)
 {
     int status = 0;
 
-    if (PyTuple_Size(gck_item(states, 0)) == 3) {
+    if (is_from_python(gck_item(states, 0))) {
         *previous = PyObject_CallFunctionObjArgs(py->call.device_rng_swap, states, NULL);
         return *previous != NULL ? 0 : -1;
     }
     *previous = PyList_New(0);
     for (Py_ssize_t i = 0; *previous != NULL && status == 0 && i < gck_items(states); i++) {
         PyObject *one = gck_item(states, i), *generator = PyTuple_GetItem(one, 0);
-        status = append_state(py, *previous, generator) < 0 ? -1
+        status = append_state(py, *previous, generator, device_of(one)) < 0 ? -1
                : gck_done(PyObject_CallMethodObjArgs(generator, py->rng.set_state, PyTuple_GetItem(one, 1), NULL));
     }
     if (*previous != NULL && PyList_Size(*previous) == 0) {

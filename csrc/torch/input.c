@@ -5,6 +5,7 @@
 #include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/device.h"
+#include "torch/stream.h"
 
 enum { DEVICE_STRIDED_DIMS = 8 };
     /* strided dimensions that the kernels accept; a tensor with more stays uncompressed */
@@ -89,7 +90,8 @@ int gck_view_of(gck_py *py, PyObject *x, gck_tensor *view)
         || view->ndim > (view->device >= 0 && view->strides != NULL ? DEVICE_STRIDED_DIMS : GCK_MAX_DIM)) {
         return GCK_SKIP_LAYOUT;
     }
-    return view->device >= 0 && gck_stream_of(py->dlpack, view->device, &view->stream) != 0 ? -1 : GCK_COMPRESS;
+    return view->device >= 0 && gck_stream_of(py->dlpack, view->device, &view->stream) != 0 ? gck_stream_unknown()
+                                                                                             : GCK_COMPRESS;
 }
 
 int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *view)

@@ -4,6 +4,15 @@
 #include "torch/calls.h"
 #include "torch/error.h"
 
+int gck_stream_unknown(void)
+{
+    if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch does not tell the current stream of a device; "
+                                            "pass compress=None there");
+    }
+    return -1;
+}
+
 int gck_stream_is_captured(int device, void *stream)
 {
     const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));

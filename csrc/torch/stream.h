@@ -6,6 +6,9 @@
 #include "torch/abi.h"
 #include "torch/objects.h"
 
+/* -1, with an exception: torch did not tell the current stream. */
+int gck_stream_unknown(void);
+
 /* Is what is queued on this stream captured in a graph?  1; 0, also where the device does not tell. */
 int gck_stream_is_captured(int device, void *stream);
 

@@ -54,6 +54,9 @@ VARIABLES = {
 
 #: The effect of a symbol that this torch does not have.
 WITHOUT = {
+    "aoti_torch_device_type_privateuse1": "devices beside CUDA keep tensors as they are",
+    "aoti_torch_create_cuda_stream_guard": "saved tensors of another stream stay uncompressed on CUDA",
+    "aoti_torch_delete_cuda_stream_guard": "saved tensors of another stream stay uncompressed on CUDA",
     "aoti_torch_get_current_cuda_stream": "torch.ops.gradckpt works on the CPU only",
     "a free dispatch key": "operators that a policy names are caught by a dispatch mode, which sees every operator",
 }

@@ -1,5 +1,6 @@
 """Regions and saved tensors in captured graphs, and answers that come late."""
 
+import collections
 import threading
 import weakref
 
@@ -153,3 +154,40 @@ def test_open_originals_are_bounded_however_slow_the_device_is():
         virtual_device.order_threads(False)
     assert len(begun) == 5
     assert most <= 3  # two, and the one that is being encoded
+
+
+Pair = collections.namedtuple("Pair", "x")
+
+
+class Sub(torch.Tensor):
+    """A subclass: only Python looks at it."""
+
+
+CONTAINERS = {
+    "tensor": (lambda x: x, lambda h: h),
+    "namedtuple": (Pair, lambda h: h.x),
+    "mapping": (lambda x: collections.OrderedDict(x=x), lambda h: h["x"]),
+    "subclass": (lambda x: x.as_subclass(Sub), lambda h: h),
+}
+
+
+@pytest.mark.parametrize("form", CONTAINERS)
+def test_random_numbers_in_a_capture_are_refused_wherever_tensors_are(form):
+    make, get = CONTAINERS[form]
+    x = torch.randn(16, 128).to("virtual").requires_grad_()
+    graph, side = virtual_device.Graph(), torch.Stream(device="virtual")
+    torch.virtual.synchronize()
+    with pytest.raises(RuntimeError, match="draw none inside"), virtual_device.graph(graph, side):
+        gradckpt.checkpoint(lambda h: torch.nn.functional.dropout(get(h), 0.5), make(x * 1))
+    graph.reset()
+
+
+def test_random_numbers_of_a_captured_backward_are_refused():
+    x = torch.randn(16, 128).to("virtual").requires_grad_()
+    graph, side = virtual_device.Graph(), torch.Stream(device="virtual")
+    torch.virtual.synchronize()
+    with side:
+        y = gradckpt.checkpoint(lambda h: torch.nn.functional.dropout(h.sin(), 0.5), x * 1)
+    with pytest.raises(RuntimeError, match="draw none inside"), virtual_device.graph(graph, side):
+        y.sum().backward()
+    graph.reset()

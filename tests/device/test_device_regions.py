@@ -371,3 +371,40 @@ def test_a_payload_outlives_its_decode_on_another_stream():
         junk.extend(torch.empty(n, dtype=torch.uint8, device="virtual") for n in (256 * 256, 1024) * 3)
     torch.virtual.synchronize()
     assert virtual_device.reports() == []
+
+
+class Cast(torch.autograd.Function):
+    """A product in the dtype that autocast has for the device, which is off around it."""
+
+    @staticmethod
+    def forward(ctx, a, w):
+        ctx.save_for_backward(a, w)
+        with torch.autocast("virtual"):
+            return (a @ w).float()
+
+    @staticmethod
+    def backward(ctx, g):
+        a, w = ctx.saved_tensors
+        return g @ w.t(), a.t() @ g
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocasts_dtype_is_that_of_the_forward_also_while_it_is_off(inside):
+    a = torch.randn(64, 128).to("virtual").requires_grad_()
+    w = torch.randn(128, 128).to("virtual").requires_grad_()
+
+    def run(call):
+        a.grad = w.grad = None
+        with contextlib.ExitStack() as stack:
+            if inside:
+                stack.enter_context(torch.autocast("virtual", torch.bfloat16))
+                stack.enter_context(torch.autocast("virtual", enabled=False))
+            y = call(lambda t, u: Cast.apply(t, u).sin(), a * 1, w)
+        with contextlib.nullcontext() if inside else torch.autocast("virtual", torch.bfloat16):
+            y.sum().backward()
+        return torch.cat([a.grad.flatten(), w.grad.flatten()]).cpu()
+
+    want = run(lambda f, *xs: f(*xs))
+    for compress in (None, "raw"):
+        found = run(lambda f, *xs, c=compress: gradckpt.checkpoint(f, *xs, compress=c))
+        assert torch.equal(found, want), compress

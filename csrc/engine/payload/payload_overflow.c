@@ -19,15 +19,21 @@ enum {
 };
 static const int64_t SECOND = 1000000000;
 
+/* 1 when it got a word. */
+static int take(gck_payload *p)
+{
+    Py_BEGIN_ALLOW_THREADS                       /* the first one of a device allocates memory */
+    p->overflow = gck_overflow_take(p->device);
+    Py_END_ALLOW_THREADS
+    return p->overflow != NULL;
+}
+
 int gck_payload_overflow_begin(gck_payload *p)
 {
     if (!p->codec->may_overflow || p->numel == 0 || (!gck_counts_as_device(p->device) && !p->state->late_overflow)) {
         return 0;
     }
-    Py_BEGIN_ALLOW_THREADS                       /* the first one of a device allocates memory */
-    p->overflow = gck_overflow_take(p->device);
-    Py_END_ALLOW_THREADS
-    return p->overflow == NULL ? -1 : 0;
+    return take(p) ? 0 : -1;
 }
 
 static void write_flag(gck_payload *p, uint32_t value) { *(volatile uint32_t *)p->overflow = value; }
@@ -146,8 +152,7 @@ int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
             self->twin = (gck_payload *)Py_NewRef((PyObject *)first);
             wait_for(self);
         }
-    } else if (kind->compare != NULL && self->overflow == NULL && self->nbytes == first->nbytes
-        && (self->overflow = gck_overflow_take(self->device)) != NULL) {
+    } else if (kind->compare != NULL && self->overflow == NULL && self->nbytes == first->nbytes && take(self)) {
         status = gck_payload_view(self, arrays, &mine) < 0 || gck_payload_view(first, others, &firsts) < 0 ? -1 : 0;
         if (status == 0 && compare(self, mine, firsts) == GCK_OK) {
             self->twin = (gck_payload *)Py_NewRef((PyObject *)first);

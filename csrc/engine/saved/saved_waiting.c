@@ -42,7 +42,7 @@ static int enter_stream(const gck_saved_tensor *saved, gck_stream_guard *guard)
         return 1;
     }
     if (gck_stream_of(saved->state->py.dlpack, saved->device, &now) != 0) {
-        return -1;
+        return gck_stream_unknown();
     }
     return gck_stream_is_captured(saved->device, saved->stream) == saved->captured
         && (now == saved->stream || gck_stream_enter(saved->device, saved->stream, guard) == 0);
