@@ -491,7 +491,7 @@ def test_emulation_reports(tmp_path, mistake):
         pytest.skip("g++ not found: the CUDA emulation is C++")
     body, message = MISTAKES[mistake]
     (tmp_path / "mistake.cu").write_text(
-        f"static __global__ void k(void) {{ {body} }} int main(void) {{ GCK_LAUNCH(k, 1, 32, (cudaStream_t)0); }}"
+        f"static __global__ void k(void) {{ {body} }} int main(void) {{ GCK_START(k, 1, 32, (cudaStream_t)0); }}"
     )
     subprocess.run([gxx, "-x", "c++", "-std=c++17", "-include", EMULATION / "cuda_emulation.h",
                     tmp_path / "mistake.cu", "-o", tmp_path / "mistake"], check=True)  # fmt: skip

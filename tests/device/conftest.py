@@ -59,6 +59,10 @@ def _outcomes(path, nodeids):
 
 if not OUTCOMES:
 
+    def _named(item):
+        """Its name without the group that xdist appends."""
+        return item.nodeid.removesuffix(f"@{item.path.stem}")
+
     def pytest_collection_modifyitems(session, items):
         for item in items:
             if item.path.parent == FOLDER:
@@ -69,9 +73,9 @@ if not OUTCOMES:
     def pytest_pyfunc_call(pyfuncitem):
         if pyfuncitem.path.parent != FOLDER:
             return None
-        mine = [item.nodeid for item in pyfuncitem.session.items if item.path == pyfuncitem.path]
+        mine = [_named(item) for item in pyfuncitem.session.items if item.path == pyfuncitem.path]
         found, printed = _outcomes(pyfuncitem.path, tuple(mine))
-        outcome, text = found.get(pyfuncitem.nodeid, ("failed", f"it did not end:\n{printed}"))
+        outcome, text = found.get(_named(pyfuncitem), ("failed", f"it did not end:\n{printed}"))
         if outcome == "skipped":
             pytest.skip(text)
         if outcome != "passed":
