@@ -24,6 +24,7 @@ from gradckpt._planning.needed_memory import held_blocks, memory_use
 from gradckpt._planning.sharded import gradient_bytes, parameter_bytes, real_steps
 from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_trace import Peak, StateBeforePaper, StepTrace, apart_on_paper, scaled, trace_step
+from gradckpt._planning.values import NotOnPaper
 from gradckpt._settings import READY, Setting
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
@@ -353,7 +354,11 @@ def _longest(lengths: list[Any], traces: list[StepTrace], positions: int | None,
 def _checked(longest: int | None, needed: Callable[[int], int], held: int, limit: int) -> int | None:
     """Return about as many tokens, which the device's allocator can run within the limit."""
     for _ in range(_CHECKS):
-        if not longest or (found := needed(longest)) <= limit:
+        try:
+            found = needed(longest) if longest else 0
+        except NotOnPaper:  # so long a step asks for values that a shorter one knows: the parabola alone
+            return longest
+        if found <= limit:
             break
         longest = min(longest - 1, int(longest * (limit - held) / (found - held)))
     return longest

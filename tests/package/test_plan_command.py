@@ -130,10 +130,10 @@ def test_statuses(run, tiny):
     assert all(setting.line in text for setting in READY)
     status, text, errors = run(tiny, "--tokens", 64, "--memory", "1KiB")
     assert (status, errors) == (1, "")
-    assert text.startswith("Nothing fits 1.00 KiB at 64 tokens: the smallest peak is")
+    assert text.startswith("Nothing fits 1.00 KiB at 64 tokens: the least that is needed is")
     status, text, _ = run(tiny, "--tokens", 64)
     assert status == 0
-    assert text.startswith("The smallest peak at 64 tokens is")
+    assert text.startswith("The least that is needed at 64 tokens is")
 
 
 def test_advice_leaves_out_what_was_given(run, tiny, only_int8):

@@ -42,7 +42,7 @@ def test_an_old_figure_is_replaced(tmp_path):
     page = f"```console\n$ {command}\n```\n\n{mark}\n\n```text\nIt fits.\n```\n\n<!-- end -->\n"
     found = written(page, tmp_path)
     assert "It fits." not in found
-    assert "The smallest peak is" in found
+    assert "is needed" in found
     assert "To train so:\n  none" in found
     assert "setting" not in found
     assert found.endswith("```\n\n<!-- end -->\n")
