@@ -354,8 +354,10 @@ def _longest(lengths: list[Any], traces: list[StepTrace], positions: int | None,
 def _checked(longest: int | None, needed: Callable[[int], int], held: int, limit: int) -> int | None:
     """Return about as many tokens, which the device's allocator can run within the limit."""
     for _ in range(_CHECKS):
+        if not longest:
+            break
         try:
-            found = needed(longest) if longest else 0
+            found = needed(longest)
         except NotOnPaper:  # so long a step asks for values that a shorter one knows: the parabola alone
             return longest
         if found <= limit:

@@ -232,7 +232,7 @@ int compare(int index, void *s, gck_bytes a, gck_bytes b, gck_lengths lengths, u
     const int64_t codes[] = {lengths.codes}, scales[] = {lengths.scales}, step[] = {1};
 
     if (on->device != index || on->capture != nullptr) {
-        statuses++;                           /* nobody may ask: there is no answer before a replay */
+        statuses++;                           /* there is no answer before a replay */
         return BAD_HANDLE;
     }
     const Operation op = begin_operation(on, intern("compare"));
