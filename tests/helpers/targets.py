@@ -38,6 +38,7 @@ LEFT_BECAUSE = {
         "package/test_packaging.py",
         "package/test_plan_command.py",
         "package/test_plan_pages.py",
+        "planner/test_needed_memory.py",
         "package/test_run.py",
         "package/test_run_options.py",
     ),
