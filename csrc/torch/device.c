@@ -23,6 +23,13 @@ int32_t gck_device_type(int device)
          : gck_torch.aoti_torch_device_type_privateuse1 != NULL ? gck_torch.aoti_torch_device_type_privateuse1() : -1;
 }
 
+const char *gck_device_error(int device, int status)
+{
+    const gck_device_kind *kind = device >= 0 ? gck_device_kind_at(gck_device_kind_of(device)) : NULL;
+
+    return status > 0 && kind != NULL && kind->error != NULL ? kind->error(status) : gck_status_text(status);
+}
+
 int gck_device_of_torch(int32_t type, int32_t index)
 {
     if (type == gck_device_type(-1)) {

@@ -12,6 +12,9 @@ enum { GCK_NO_DEVICE = -2 };     /* neither the host nor a device of a known kin
 int gck_device_of_dlpack(gck_dl_device device);
 int gck_device_of_torch(int32_t type, int32_t index);
 
+/* What a status of codec work on a device means; as gck_status_text(). */
+const char *gck_device_error(int device, int status);
+
 /* torch's number of its type.  -1: this torch does not tell. */
 int32_t gck_device_type(int device);
 

@@ -278,7 +278,7 @@ static void run(job *w, int (*prepare)(job *, size_t))
             : gck_decode_many(w->codec, w->payloads, w->views, (int)w->n, gck_torch_parallel_for);
     }
     if (status != GCK_OK) {
-        refuse(w, "gradckpt: codec '%s': %s", w->codec->name, gck_status_text(status));
+        refuse(w, "gradckpt: codec '%s': %s", w->codec->name, gck_device_error(w->views[0].device, status));
     }
 }
 

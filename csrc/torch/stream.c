@@ -18,8 +18,8 @@ int gck_stream_is_captured(int device, void *stream)
     const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));
     int captured = 0;
 
-    return kind->is_captured != NULL && kind->is_captured(gck_device_index(device), stream, &captured) == GCK_OK
-        && captured;
+    return device >= 0 && kind->is_captured != NULL
+        && kind->is_captured(gck_device_index(device), stream, &captured) == GCK_OK && captured;
 }
 
 int gck_stream_enter(int device, void *stream, gck_stream_guard *guard)
@@ -30,7 +30,7 @@ int gck_stream_enter(int device, void *stream, gck_stream_guard *guard)
     *guard = (gck_stream_guard){.kind = NULL, .device = device};
     if (kind->set_stream != NULL ? kind->set_stream(index, stream, &guard->before)
                                  : gck_torch.aoti_torch_create_cuda_stream_guard == NULL
-                                   || gck_torch.aoti_torch_create_cuda_stream_guard(stream, index, &guard->guard)) {
+                                   || gck_torch.aoti_torch_create_cuda_stream_guard(stream, index, &guard->before)) {
         return -1;
     }
     guard->kind = kind;
@@ -46,7 +46,7 @@ void gck_stream_leave(gck_stream_guard *guard)
         void *after;
         guard->kind->set_stream(gck_device_index(guard->device), guard->before, &after);
     } else {
-        gck_torch.aoti_torch_delete_cuda_stream_guard(guard->guard);
+        gck_torch.aoti_torch_delete_cuda_stream_guard(guard->before);
     }
     guard->kind = NULL;
 }

@@ -9,14 +9,14 @@
 /* -1, with an exception: torch did not tell the current stream. */
 int gck_stream_unknown(void);
 
-/* Is what is queued on this stream captured in a graph?  1; 0, also where the device does not tell. */
+/* Is what is queued on this stream captured in a graph?  1; 0, also on the host and where the device does not tell. */
 int gck_stream_is_captured(int device, void *stream);
 
 /* Make it torch's current one, until gck_stream_leave(), which does nothing for one that was not entered.  0; not 0:
  * this torch cannot. */
 typedef struct {
     const gck_device_kind *kind;
-    void *guard, *before;
+    void *before;
     int   device;
 } gck_stream_guard;
 

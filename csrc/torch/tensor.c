@@ -3,6 +3,7 @@
 
 #include "torch/abi.h"
 #include "torch/calls.h"
+#include "torch/device.h"
 #include "torch/error.h"
 #include "torch/paper.h"
 
@@ -124,14 +125,14 @@ PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int6
 }
 
 /* Raise what a codec returned; -1. */
-static int raise_of(const gck_codec *codec, int decode, int status)
+static int raise_of(const gck_codec *codec, int decode, int device, int status)
 {
     PyObject *torch = status == GCK_CUDA_OUT_OF_MEMORY ? PyImport_ImportModule("torch") : NULL;
     PyObject *class = torch != NULL ? PyObject_GetAttrString(torch, "OutOfMemoryError") : NULL;
 
     PyErr_Clear();
     PyErr_Format(class != NULL ? class : PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s", codec->name,
-                 decode ? "decode" : "encode", gck_status_text(status));
+                 decode ? "decode" : "encode", gck_device_error(device, status));
     Py_XDECREF(class);
     Py_XDECREF(torch);
     return -1;
@@ -148,7 +149,7 @@ static int check_device(gck_py *py, const gck_codec *codec, int kind, int decode
         return 0;
     }
     if (status > 0) {
-        return raise_of(codec, decode, status);
+        return raise_of(codec, decode, gck_device_number(kind, 0), status);
     }
     if (status == GCK_E_DRIVER && driver == 0) {
         PyErr_Format(PyExc_RuntimeError,
@@ -173,17 +174,17 @@ static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gc
                int n, int decode)
 {
     int64_t here = 0;
-    int release = 0;
+    int device = -1;                             /* of one that lies on any */
 
     for (int i = 0; i < n; i++) {
         const int kind = x[i].device >= 0 ? gck_device_kind_of(x[i].device) : -1;
         if (kind >= 0 && !(py->checked & 1u << kind) && check_device(py, codec, kind, decode) < 0) {
             return -1;
         }
-        release |= x[i].device >= 0;
+        device = x[i].device >= 0 ? x[i].device : device;
         here += x[i].device < 0 ? x[i].numel : 0;
     }
-    release |= here >= GIL_RELEASE_NUMEL;
+    const int release = device >= 0 || here >= GIL_RELEASE_NUMEL;
     gck_parallel_for *parallel = release ? gck_torch_parallel_for : NULL;
     PyThreadState *others = release ? PyEval_SaveThread() : NULL;
     const int status = decode ? gck_decode_many(codec, payloads, x, n, parallel)
@@ -191,7 +192,8 @@ static int run(gck_py *py, const gck_codec *codec, const gck_tensor *x, const gc
     if (release) {
         PyEval_RestoreThread(others);
     }
-    return status == GCK_OK || status == GCK_E_OVERFLOW ? status == GCK_E_OVERFLOW : raise_of(codec, decode, status);
+    return status == GCK_OK || status == GCK_E_OVERFLOW ? status == GCK_E_OVERFLOW
+                                                         : raise_of(codec, decode, device, status);
 }
 
 int64_t gck_run_count(const gck_codec *codec, const gck_tensor *x)

@@ -3,35 +3,9 @@
  * For random traces each allocation fails in turn: the status says so, and nothing is left. */
 #include "planner/memory_trace.h"
 
+#include "failing_malloc.h"
+
 #include <stdio.h>
-#include <stdlib.h>
-
-static long allocations, failing, alive;
-
-void *malloc_or_fail(size_t size);
-void free_counted(void *memory);
-
-void *malloc_or_fail(size_t size)
-{
-    void *memory = ++allocations == failing ? NULL : malloc(size);
-
-    alive += memory != NULL;
-    return memory;
-}
-
-void free_counted(void *memory)
-{
-    alive -= memory != NULL;
-    free(memory);
-}
-
-static uint64_t state = 1;
-
-static int64_t draw(int64_t end)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (int64_t)((state >> 20) % (uint64_t)end);
-}
 
 enum { CHANGES = 120 };
 
@@ -40,12 +14,12 @@ static int64_t make(gck_memory_change *changes)
     int64_t living[CHANGES], n = 0;
 
     for (int64_t i = 0; i < CHANGES; i++) {
-        if (n > 0 && draw(2)) {
-            const int64_t at = draw(n);
+        if (n > 0 && draw(0, 1)) {
+            const int64_t at = draw(0, n - 1);
             changes[i] = (gck_memory_change){0, living[at], 0};
             living[at] = living[--n];
         } else {
-            changes[i] = (gck_memory_change){1 + draw(INT64_C(1) << (10 + draw(17))), i, draw(2)};
+            changes[i] = (gck_memory_change){1 + draw(0, (INT64_C(1) << (10 + draw(0, 16))) - 1), i, draw(0, 1)};
             living[n++] = i;
         }
     }

@@ -5,20 +5,11 @@
  * was given: torch would follow a NULL.  aoti_torch_check() leaves by longjmp, as an exception does. */
 #include <setjmp.h>
 
-#define GCK_WITH_CUDA 1
-#include "codec/cuda/devices.c"
+#include "cuda_stubs.h"
 #include "torch/device.c"
 #include "torch/ops.c"
 
 int gck_cuda_check(int *driver, int *runtime) { return *driver = *runtime = 13000, GCK_OK; }
-int gck_is_captured_cuda(int index, void *stream, int *captured) { return (void)index, (void)stream, *captured = 0; }
-uint32_t *gck_words_cuda(int index, int n) { return (void)index, (void)n, NULL; }
-const char *gck_cuda_error(int status) { return (void)status, "a CUDA error"; }
-
-int gck_compare_cuda(int index, void *stream, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word)
-{
-    return (void)index, (void)stream, (void)a, (void)b, (void)lengths, (void)word, GCK_E_DEVICE;
-}
 
 gck_abi gck_torch;
 

@@ -6,35 +6,10 @@
 #include "planner/buckets.h"
 #include "planner/planner.h"
 
+#include "failing_malloc.h"
+
 #include <stdio.h>
 #include <stdlib.h>
-
-static long allocations, failing, alive;
-
-void *malloc_or_fail(size_t size);
-void free_counted(void *memory);
-
-void *malloc_or_fail(size_t size)
-{
-    void *memory = ++allocations == failing ? NULL : malloc(size);
-
-    alive += memory != NULL;
-    return memory;
-}
-
-void free_counted(void *memory)
-{
-    alive -= memory != NULL;
-    free(memory);
-}
-
-static uint64_t state = 1;
-
-static int64_t draw(int64_t least, int64_t most)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return least + (int64_t)((state >> 20) % (uint64_t)(most - least + 1));
-}
 
 static void check(int good, const char *what)
 {

@@ -3,18 +3,7 @@
  * Called with the GIL; exceptions arrive.  What a device, its driver and its codecs may say is said here without one. */
 #include "torch/calls.c"
 #include "torch/error.c"
-#define GCK_WITH_CUDA 1
-#include "codec/cuda/devices.c"
-
-int gck_is_captured_cuda(int index, void *stream, int *captured) { return (void)index, (void)stream, *captured = 0; }
-uint32_t *gck_words_cuda(int index, int n) { return (void)index, (void)n, NULL; }
-
-const char *gck_cuda_error(int status) { return (void)status, "a CUDA error"; }
-
-int gck_compare_cuda(int index, void *stream, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word)
-{
-    return (void)index, (void)stream, (void)a, (void)b, (void)lengths, (void)word, GCK_E_DEVICE;
-}
+#include "cuda_stubs.h"
 #include "torch/device.c"
 #include "torch/stream.c"
 #include "torch/input.c"

@@ -1,23 +1,22 @@
-"""benchmarks/gpu.py: a rehearsal of all stages on the CPU, what fails is counted and named, and
-what each stage checks. test_gpu_device.py has the device and the limits of its memory,
+"""benchmarks/gpu.py: a rehearsal of all stages on the virtual device, what fails is counted and
+named, and what each stage checks. test_gpu_device.py has the device and the limits of its memory,
 test_gpu_scripts.py parity, sanitizers and the Makefile."""
 
 import json
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from checkout import ROOT
+from gpu_jobs import Card, job_of
 
 import gradckpt
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 pytest.importorskip("transformers")
 import gpu
-import gpu_device
 import gpu_fidelity
 import gpu_host
 import gpu_kernels
@@ -30,7 +29,7 @@ import gpu_story
 import gpu_streams
 import gpu_ways
 import machine
-from gpu_job import Job, Stage
+from gpu_job import Stage
 
 NAMES = [stage.name for stage in gpu.STAGES]
 
@@ -230,22 +229,9 @@ def test_cells_cannot_break_a_table():
 # ---- what stages check
 
 
-class Card(gpu_device.Device):
-    """A CPU that is judged as a card."""
-
-    @property
-    def is_cuda(self):
-        return True
-
-
 @pytest.fixture
 def job(tmp_path):
     return job_of(tmp_path)
-
-
-def job_of(folder, device=None, small=True):
-    options = SimpleNamespace(small=small, out=folder, result=folder / "result.json", stage="test", seconds=600)
-    return Job(device or gpu_device.Device("cpu"), options)
 
 
 def ignore(*cells):

@@ -7,28 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkout import ROOT
+from gpu_jobs import Card, job_of
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_device
 import gpu_llama
 import gpu_story
 import gpu_ways
-from gpu_job import Job, Skip, difference
-
-
-class Card(gpu_device.Device):
-    """A CPU that is judged as a card."""
-
-    @property
-    def is_cuda(self):
-        return True
+from gpu_job import Skip, difference
 
 
 @pytest.fixture
 def job(tmp_path):
-    result = tmp_path / "result.json"
-    options = SimpleNamespace(small=True, out=tmp_path, result=result, stage="test", seconds=600)
-    return Job(gpu_device.Device("cpu"), options)
+    return job_of(tmp_path)
 
 
 def test_a_device_says_what_it_has_not():

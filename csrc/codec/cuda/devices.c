@@ -5,31 +5,7 @@
 
 #ifdef GCK_WITH_CUDA
 #include "codec/cuda/cuda_device.h"
-
-static int encode_cuda(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
-{
-    return codec->encode != NULL ? codec->encode(x, to, how, n) : GCK_E_DEVICE;
-}
-
-static int decode_cuda(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n)
-{
-    return codec->decode != NULL ? codec->decode(from, out, n) : GCK_E_DEVICE;
-}
-
 #else
-
-static int encode_cuda(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
-{
-    (void)codec, (void)x, (void)to, (void)how, (void)n;
-    return GCK_E_DEVICE;
-}
-
-static int decode_cuda(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n)
-{
-    (void)codec, (void)from, (void)out, (void)n;
-    return GCK_E_DEVICE;
-}
-
 #define gck_is_captured_cuda NULL
 #define gck_words_cuda NULL
 #define gck_compare_cuda NULL
@@ -48,6 +24,16 @@ const char *gck_cuda_error(int status)
     return "an error of CUDA, which this build does not have";
 }
 #endif
+
+static int encode_cuda(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
+{
+    return codec->encode != NULL ? codec->encode(x, to, how, n) : GCK_E_DEVICE;
+}
+
+static int decode_cuda(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n)
+{
+    return codec->decode != NULL ? codec->decode(from, out, n) : GCK_E_DEVICE;
+}
 
 static const gck_device_kind cuda = {
     .name = "cuda",

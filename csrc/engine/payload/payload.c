@@ -143,12 +143,6 @@ static gck_payload *accept(gck_payload *self, gck_payload *first)
     return (gck_payload *)Py_NewRef((PyObject *)self);
 }
 
-/* Its bytes are those of the latest replay of a graph. */
-static int is_captured(const gck_payload *self)
-{
-    return self->device >= 0 && gck_stream_is_captured(self->device, self->stream);
-}
-
 int gck_payload_hand_over(gck_payload *self)
 {
     gck_arrays arrays = gck_arrays_again(self->arrays), saved = {NULL, NULL};    /* the hooks run Python */
@@ -226,7 +220,8 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     } else if (use == GCK_FOR_REGION && first != NULL && gck_counts_as_device(self->device)
                && gck_payload_overflow_ask(self, first) < 0) {
         Py_CLEAR(result);
-    } else if (use == GCK_FOR_REGION && self->version >= 0 && self->twin == NULL && !is_captured(self)) {
+    } else if (use == GCK_FOR_REGION && self->version >= 0 && self->twin == NULL
+               && !gck_stream_is_captured(self->device, self->stream)) {    /* else each replay changes its bytes */
         gck_payload_remember(self);
     }
     if (result != NULL && self->overflow != NULL && gck_payload_overflow_bound(self) < 0) {

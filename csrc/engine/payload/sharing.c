@@ -38,8 +38,7 @@ static int same_bytes(gck_bytes a, gck_bytes b, gck_lengths lengths)
 static int may_share(const gck_payload *p, const gck_tensor *view)
 {
     return !gck_counts_as_device(p->device)
-        || (p->stream == view->stream && !p->codec->may_overflow
-            && (p->device < 0 || !gck_stream_is_captured(p->device, p->stream)));
+        || (p->stream == view->stream && !p->codec->may_overflow && !gck_stream_is_captured(p->device, p->stream));
 }
 
 /* Nothing in the loop runs Python, so entries are borrowed.  A dead original gives None. */
@@ -53,9 +52,9 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
     for (int i = 0; seen >= 0 && i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
         if (p == NULL || p->codec != codec || p->stochastic != stochastic || (p->waits != NULL && p->waits != batch)
-            || !gck_payload_has_bytes(p) || p->overflow != NULL || !may_share(p, &in->view)
-            || PyWeakref_GetObject(p->original) != in->x || p->version != in->version
-            || p->requires_grad != in->requires_grad || p->leaf != in->leaf) {
+            || !gck_payload_has_bytes(p) || p->overflow != NULL || PyWeakref_GetObject(p->original) != in->x
+            || p->version != in->version || p->requires_grad != in->requires_grad || p->leaf != in->leaf
+            || !may_share(p, &in->view)) {       /* last: it may ask the device */
             continue;
         }
         seen = seen > 0 ? 1 : gck_view_again(&state->py, in->x, &was, &in->view) < 0 ? -1 : 1;

@@ -27,7 +27,7 @@ void gck_saved_waiting_at(gck_saved_tensor *saved, const gck_tensor *view)
 {
     saved->device = view->device;
     saved->stream = view->stream;
-    saved->captured = view->device >= 0 && gck_stream_is_captured(view->device, view->stream);
+    saved->captured = gck_stream_is_captured(view->device, view->stream);
 }
 
 /* Make the stream on which it was saved the current one: only there do the work that made its values and the node that

@@ -1,0 +1,17 @@
+/* cuda_stubs.h: csrc/codec/cuda/devices.c over a CUDA without streams or kernels; gck_cuda_check() is the includer's. */
+#ifndef CUDA_STUBS_H
+#define CUDA_STUBS_H
+
+#define GCK_WITH_CUDA 1
+#include "codec/cuda/devices.c"
+
+int gck_is_captured_cuda(int index, void *stream, int *captured) { return (void)index, (void)stream, *captured = 0; }
+uint32_t *gck_words_cuda(int index, int n) { return (void)index, (void)n, NULL; }
+const char *gck_cuda_error(int status) { return gck_status_text(status); }
+
+int gck_compare_cuda(int index, void *stream, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word)
+{
+    return (void)index, (void)stream, (void)a, (void)b, (void)lengths, (void)word, GCK_E_DEVICE;
+}
+
+#endif
