@@ -32,6 +32,13 @@ static PyObject *look(const gck_py *py, PyObject *type, int *enabled)
     return dtype == NULL ? NULL : Py_BuildValue("(OON)", type, *enabled ? Py_True : Py_False, dtype);
 }
 
+/* Does x equal one of these?  1, 0 or -1. */
+static int is_one_of(PyObject *x, PyObject *first, PyObject *second)
+{
+    const int equal = PyObject_RichCompareBool(x, first, Py_EQ);
+    return equal != 0 ? equal : PyObject_RichCompareBool(x, second, Py_EQ);
+}
+
 /* New reference: [(type, enabled, dtype), ...] of all types, or of those where it is on and of the CPU. */
 static PyObject *look_at_all(const gck_py *py, int all)
 {
@@ -41,9 +48,8 @@ static PyObject *look_at_all(const gck_py *py, int all)
 
     for (Py_ssize_t i = 0; found != NULL && i < gck_items(types); i++) {
         PyObject *type = gck_item(types, i), *one = look(py, type, &enabled);
-        const int wanted = one == NULL || all || enabled || PyObject_RichCompareBool(type, py->names.cpu, Py_EQ) == 1
-                        || PyObject_RichCompareBool(type, py->accelerator, Py_EQ) == 1;     /* strings, or None */
-        if (one == NULL || (wanted && PyList_Append(found, one) < 0)) {
+        const int wanted = one == NULL ? -1 : all || enabled ? 1 : is_one_of(type, py->names.cpu, py->accelerator);
+        if (wanted < 0 || (wanted && PyList_Append(found, one) < 0)) {
             Py_CLEAR(found);
         }
         Py_XDECREF(one);
@@ -99,16 +105,18 @@ static int plan(PyObject *calls, PyObject *builtin, PyObject *args)
     return args == NULL ? -1 : gck_append(calls, Py_BuildValue("(ON)", builtin, args));
 }
 
-/* Borrowed: what `types` says of this one, or NULL. */
-static PyObject *of_type(PyObject *types, PyObject *type)
+/* *one, borrowed: what `types` says of this one, or NULL.  0 or -1. */
+static int of_type(PyObject *types, PyObject *type, PyObject **one)
 {
-    for (Py_ssize_t i = 0; types != NULL && i < gck_items(types); i++) {
-        PyObject *one = gck_item(types, i);
-        if (PyObject_RichCompareBool(PyTuple_GetItem(one, 0), type, Py_EQ) == 1) {     /* of strings: never fails */
-            return one;
-        }
+    int equal = 0;
+
+    for (Py_ssize_t i = 0; equal == 0 && types != NULL && i < gck_items(types); i++) {
+        equal = PyObject_RichCompareBool(PyTuple_GetItem(*one = gck_item(types, i), 0), type, Py_EQ);
     }
-    return NULL;
+    if (equal <= 0) {
+        *one = NULL;
+    }
+    return equal < 0 ? -1 : 0;
 }
 
 /* One device type: on as it was, or off.  0 or -1. */
@@ -138,10 +146,11 @@ int gck_autocast_plan(const gck_py *py, const gck_autocast *a, PyObject *enter, 
               || plan(leave, py->autocast_decrement, PyTuple_New(0)) < 0 ? -1 : 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < gck_items(now); i++) {
-        PyObject *one = gck_item(now, i), *was = of_type(then, PyTuple_GetItem(one, 0));
+        PyObject *one = gck_item(now, i), *was = NULL;
         const int enabled = PyTuple_GetItem(one, 1) == Py_True;
         around |= enabled;
-        status = was != NULL || enabled ? plan_type(py, was, one, enter, leave) : 0;
+        status = of_type(then, PyTuple_GetItem(one, 0), &was) < 0 ? -1
+               : was != NULL || enabled ? plan_type(py, was, one, enter, leave) : 0;
     }
     if (status == 0) {
         status = plan(leave, py->set_autocast_cache, PyTuple_Pack(1, cache ? Py_True : Py_False));

@@ -209,20 +209,20 @@ int gck_device_rng_capture(gck_py *py, PyObject *args, PyObject *kwargs, int pre
 /* Was this state taken by Python? */
 static int is_from_python(PyObject *one) { return PyUnicode_Check(PyTuple_GetItem(one, 0)); }
 
-/* The device of a state; GCK_NO_DEVICE: it is of no known kind. */
-static int device_of(PyObject *one)
+/* *device: that of a state; GCK_NO_DEVICE: it is of no known kind.  0 or -1. */
+static int device_of(PyObject *one, int *device)
 {
+    const int python = is_from_python(one);
+    const int number = (int)PyLong_AsLong(PyTuple_GetItem(one, python ? 1 : 2));
     const gck_device_kind *kind;
 
-    if (!is_from_python(one)) {
-        return (int)PyLong_AsLong(PyTuple_GetItem(one, 2));
-    }
-    for (int k = 0; (kind = gck_device_kind_at(k)) != NULL; k++) {
+    *device = python ? GCK_NO_DEVICE : number;
+    for (int k = 0; python && (kind = gck_device_kind_at(k)) != NULL; k++) {
         if (PyUnicode_CompareWithASCIIString(PyTuple_GetItem(one, 0), kind->name) == 0) {
-            return gck_device_number(k, (int)PyLong_AsLong(PyTuple_GetItem(one, 1)));
+            *device = gck_device_number(k, number);
         }
     }
-    return GCK_NO_DEVICE;
+    return number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
 /* A graph that is replayed draws other numbers each time, which no state of now tells. */
@@ -231,7 +231,10 @@ int gck_device_rng_refuse_captured(const gck_py *py, PyObject *states)
     void *stream;
 
     for (Py_ssize_t i = 0; states != NULL && i < gck_items(states); i++) {
-        const int device = device_of(gck_item(states, i));
+        int device;
+        if (device_of(gck_item(states, i), &device) < 0) {
+            return -1;
+        }
         if (device < 0) {
             continue;
         }
@@ -259,7 +262,8 @@ int gck_device_rng_swap(const gck_py *py, PyObject *states, PyObject **previous)
     *previous = PyList_New(0);
     for (Py_ssize_t i = 0; *previous != NULL && status == 0 && i < gck_items(states); i++) {
         PyObject *one = gck_item(states, i), *generator = PyTuple_GetItem(one, 0);
-        status = append_state(py, *previous, generator, device_of(one)) < 0 ? -1
+        int device;
+        status = device_of(one, &device) < 0 || append_state(py, *previous, generator, device) < 0 ? -1
                : gck_done(PyObject_CallMethodObjArgs(generator, py->rng.set_state, PyTuple_GetItem(one, 1), NULL));
     }
     if (*previous != NULL && PyList_Size(*previous) == 0) {
