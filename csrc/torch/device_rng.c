@@ -225,23 +225,36 @@ static int device_of(PyObject *one, int *device)
     return number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
+/* Is what is queued now captured in a graph?  1, 0 or -1; a device that only fake tensors have, without a driver, has
+ * no streams. */
+static int is_captured(const gck_py *py, int device)
+{
+    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));
+    void *stream;
+    int driver, runtime;
+
+    if (device < 0 || kind->is_captured == NULL) {
+        return 0;
+    }
+    if (gck_stream_of(py->dlpack, device, &stream) == 0) {
+        return gck_stream_is_captured(device, stream);
+    }
+    if (kind->check(&driver, &runtime) == GCK_OK) {
+        return gck_stream_unknown();
+    }
+    PyErr_Clear();
+    return 0;
+}
+
 /* A graph that is replayed draws other numbers each time, which no state of now tells. */
 int gck_device_rng_refuse_captured(const gck_py *py, PyObject *states)
 {
-    void *stream;
-
     for (Py_ssize_t i = 0; states != NULL && i < gck_items(states); i++) {
-        int device;
-        if (device_of(gck_item(states, i), &device) < 0) {
+        int device, captured;
+        if (device_of(gck_item(states, i), &device) < 0 || (captured = is_captured(py, device)) < 0) {
             return -1;
         }
-        if (device < 0) {
-            continue;
-        }
-        if (gck_stream_of(py->dlpack, device, &stream) != 0) {
-            return gck_stream_unknown();
-        }
-        if (gck_stream_is_captured(device, stream)) {
+        if (captured) {
             PyErr_SetString(PyExc_RuntimeError,
                             "gradckpt: a region in a captured graph cannot draw the forward's random numbers again; "
                             "pass preserve_rng_state=False and draw none inside");
