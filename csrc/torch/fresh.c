@@ -2,20 +2,24 @@
 #include "torch/fresh.h"
 
 #include "torch/calls.h"
+#include "torch/device.h"
 
-enum { LARGE = 1 << 18 };   /* bytes: from here on the time of the call does not count, and a failure,
-                             * which the C interface would print, is likely */
+/* Bytes: from here on the time of the call does not count, and a failure, which the C interface would print, is
+ * likely.  CUDA's allocator has a pool of its own for what is smaller than a MiB. */
+enum { LARGE = 1 << 18, LARGE_ON_DEVICE = 1 << 20 };
 
-static int make(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype,
+static int is_large(int64_t nbytes, int device) { return nbytes >= (device < 0 ? LARGE : LARGE_ON_DEVICE); }
+
+static int make(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int device,
                 gck_fresh *fresh)
 {
     const int modes = py->adopt_tensor == Py_None ? 1 : gck_ask(py->dispatch_stack_len);
+    const int32_t type = gck_device_type(device), index = device < 0 ? 0 : gck_device_index(device);
 
-    if (modes != 0) {
+    if (modes != 0 || type < 0) {
         return modes < 0 ? -1 : 0;
     }
-    if (gck_torch.aoti_torch_empty_strided(ndim, sizes, strides, dtype, gck_torch.aoti_torch_device_type_cpu(), 0,
-                                           &fresh->handle) != 0) {
+    if (gck_torch.aoti_torch_empty_strided(ndim, sizes, strides, dtype, type, index, &fresh->handle) != 0) {
         fresh->handle = NULL;
         return 0;
     }
@@ -26,15 +30,16 @@ static int make(const gck_py *py, int ndim, const int64_t *sizes, const int64_t 
     return 1;
 }
 
-int gck_fresh_bytes(const gck_py *py, int64_t nbytes, gck_fresh *fresh)
+int gck_fresh_bytes(const gck_py *py, int64_t nbytes, int device, gck_fresh *fresh)
 {
     const int64_t stride = 1;
 
-    return nbytes >= LARGE ? 0 : make(py, 1, &nbytes, &stride, gck_torch.aoti_torch_dtype_uint8(), fresh);
+    return is_large(nbytes, device) ? 0
+         : make(py, 1, &nbytes, &stride, gck_torch.aoti_torch_dtype_uint8(), device, fresh);
 }
 
 int gck_fresh_tensor(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype,
-                     gck_fresh *fresh)
+                     int device, gck_fresh *fresh)
 {
     int64_t plain[GCK_MAX_DIM], numel = 1, reach = 1;
     const int32_t torchs = dtype == GCK_F32  ? gck_torch.aoti_torch_dtype_float32()
@@ -49,8 +54,8 @@ int gck_fresh_tensor(const gck_py *py, int ndim, const int64_t *sizes, const int
     for (int d = 0; d < ndim && strides != NULL; d++) {
         reach += (sizes[d] - 1) * strides[d];
     }
-    return (strides != NULL ? reach : numel) >= LARGE / (int64_t)gck_itemsize(dtype) ? 0
-         : make(py, ndim, sizes, strides != NULL ? strides : plain, torchs, fresh);
+    return is_large((strides != NULL ? reach : numel) * (int64_t)gck_itemsize(dtype), device) ? 0
+         : make(py, ndim, sizes, strides != NULL ? strides : plain, torchs, device, fresh);
 }
 
 /* New reference: the tensor of a handle, which is taken over. */

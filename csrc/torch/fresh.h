@@ -1,7 +1,8 @@
-/* fresh.h: a new tensor on the CPU that no Python code knows.
+/* fresh.h: a new tensor that no Python code knows.
  *
  * It comes from torch's allocator like those of torch.empty, in a seventh of the time, and making,
- * filling and freeing it runs no Python: its memory may be used until Python gets it. */
+ * filling and freeing it runs no Python: its memory may be used until Python gets it; on a device, on the stream
+ * that is current while it is made. */
 #ifndef GRADCKPT_FRESH_H
 #define GRADCKPT_FRESH_H
 
@@ -19,9 +20,9 @@ typedef struct {
 /* Make it: uint8[nbytes]; or of this shape, strides NULL means contiguous.  1; 0: torch.empty has to
  * make it: it is large, a dispatch mode would see the call, or this torch has not what it takes; -1
  * with an exception. */
-int gck_fresh_bytes(const gck_py *py, int64_t nbytes, gck_fresh *fresh);
+int gck_fresh_bytes(const gck_py *py, int64_t nbytes, int device, gck_fresh *fresh);
 int gck_fresh_tensor(const gck_py *py, int ndim, const int64_t *sizes, const int64_t *strides, gck_dtype dtype,
-                     gck_fresh *fresh);
+                     int device, gck_fresh *fresh);
 
 /* New reference: the tensor, which is Python's from now on.  *fresh is then empty, also with an
  * exception. */

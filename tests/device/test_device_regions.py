@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 import virtual_device
 from torch import nn
@@ -213,6 +214,29 @@ def test_writes_that_no_version_tells_end_the_sharing():
     want, have = (used_again(write=lambda x: x.data.mul_(1.5), device=d) for d in ("cpu", "virtual"))
     assert have[:2] == want[:2] == (7, 5)
     assert torch.allclose(have[2], want[2], atol=1e-6)
+
+
+def test_views_of_the_same_values_share_a_payload_of_the_saved():
+    """Also those that wait to be encoded together; the CPU shares smaller views, too."""
+    x = torch.randn(4, 32, 64, device="virtual", requires_grad=True) * 1
+    weight = torch.randn(64, 64, device="virtual", requires_grad=True)
+    gradckpt.stats.reset()
+
+    @gradckpt.compress_saved({"codec": "int8", "min_numel": 0})
+    def run():
+        rows = (
+            F.linear(x, weight),
+            x.view(-1, 64) @ weight,
+            x.transpose(1, 2) ** 2,
+            x[:, None].expand(4, 3, 32, 64) ** 2,
+        )
+        return sum(row.sum() for row in (*rows, x[1:] ** 2, x[1:, ::2] ** 2))
+
+    y = run()
+    torch.virtual.synchronize()
+    stats = gradckpt.stats()
+    assert (stats["encoded"], stats["shared"]) == (3, 3)
+    y.backward()
 
 
 def test_nothing_is_shared_across_streams():

@@ -15,6 +15,8 @@ from call_faults import ACCELERATED, PRETENDED
 from python_callbacks import instead
 from test_checkpoint import BOTH, _nothing_left_behind, hooks_top, leaf, quiet_log, theirs  # noqa: F401
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchs_own import replays_devices, saves_inputs_alone, tells_contexts
 
 import gradckpt
@@ -143,6 +145,28 @@ def test_grad_mode_of_the_recompute():
         y.grad_fn._saved_result  # noqa: B018 - outside backward, grad off
         assert not torch.is_grad_enabled()
     assert seen == [True, True]
+
+
+@pytest.mark.parametrize("around", ["forward", "backward"])
+def test_views_of_reshape_are_alike_with_and_without_a_mode(around):
+    """reshape() makes its view by another operator while a dispatch mode is on."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def fn(q, k):
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q.sin(), k, k, is_causal=True).exp()
+
+    modes = {name: Mode() if name == around else contextlib.nullcontext() for name in ("forward", "backward")}
+    q, k = leaf(2, 8, 32, 16), leaf(2, 8, 32, 16)
+    expected = torch.autograd.grad(fn(q, k).sum(), (q, k))
+    with modes["forward"]:
+        y = gradckpt.checkpoint(fn, q, k)
+    with modes["backward"]:
+        got = torch.autograd.grad(y.sum(), (q, k))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 # ---- errors ----

@@ -13,7 +13,10 @@ LEFT_BECAUSE = {
         "codec/test_cuda_emulation.py",
     ),
     "builds the extension once more": ("codec/test_toy_codec.py",),
-    "builds the virtual device, and runs in a process of its own": ("device",),
+    "builds the virtual device, and runs in a process of its own": (
+        "device",
+        "equivalence/test_suites_on_device.py",
+    ),
     "builds packages or the site, or runs what users run: a process each": (
         "models/test_nothing_left.py",
         "models/test_paper.py::test_no_memory_is_touched",

@@ -80,8 +80,8 @@ void gck_payload_again(gck_payload *self)
 static int make_bytes(gck_payload *self, int use)
 {
     gck_py *py = &self->state->py;
-    const int ours = self->device < 0 && !self->codec->may_overflow && (use == GCK_FOR_REGION || use == GCK_FOR_USER);
-    const int made = ours ? gck_fresh_bytes(py, self->nbytes, &self->own) : 0;
+    const int ours = !self->codec->may_overflow && (use == GCK_FOR_REGION || use == GCK_FOR_USER);
+    const int made = ours ? gck_fresh_bytes(py, self->nbytes, self->device, &self->own) : 0;
 
     if (made != 0) {
         return made > 0 ? 0 : -1;
@@ -107,7 +107,8 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
         return gck_batch_add(batch, self, in->x, self->arrays, self->stream);
     }
     if (self->own.handle != NULL) {              /* faster: no references to hold */
-        status = gck_payload_work(self, in->x, (gck_arrays){NULL, NULL}, &view, &bytes, &how);
+        status = self->device >= 0 && gck_stream_used(&self->state->py, in->x, self->device) < 0 ? -1
+               : gck_payload_work(self, in->x, (gck_arrays){NULL, NULL}, &view, &bytes, &how);
         return status == 0 && self->has_values
              ? gck_run_encode(&self->state->py, self->codec, &view, &bytes, &how, 1) : status;
     }

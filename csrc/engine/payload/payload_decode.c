@@ -3,18 +3,22 @@
 
 #include "torch/abi.h"
 #include "torch/calls.h"
+#include "torch/device.h"
 #include "torch/input.h"
 #include "torch/stream.h"
 #include "torch/tensor.h"
 #include "engine/payload/payload_overflow.h"
 
-/* x is read on another stream than the one that wrote it: tell the allocator. */
+/* Is it read on another stream than the one that wrote it? */
+static int crosses_streams(const gck_payload *self, const void *stream)
+{
+    return self->device >= 0 && stream != self->stream;
+}
+
+/* Tell the allocator where x is read; else it knows. */
 static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
 {
-    if (self->device < 0 || out->stream == self->stream) {    /* faster: the allocator knows */
-        return 0;
-    }
-    return gck_stream_used(&self->state->py, x, self->device);
+    return crosses_streams(self, out->stream) ? gck_stream_used(&self->state->py, x, self->device) : 0;
 }
 
 /* Outer hooks may have returned a slice of their own memory: then copy it.  0 or -1. */
@@ -36,8 +40,8 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
     gck_arrays arrays = {NULL, NULL};
     gck_batch own;
     gck_bytes bytes;
-    int status = self->own.handle == NULL && gck_payload_arrays(self, &arrays) < 0 ? -1
-               : gck_payload_view(self, arrays, &bytes);
+    const int named = self->own.handle == NULL || crosses_streams(self, view->stream);     /* Python tensors of them */
+    int status = named && gck_payload_arrays(self, &arrays) < 0 ? -1 : gck_payload_view(self, arrays, &bytes);
 
     gck_batch_begin(&own, self->state, 1);
     if (status == 0 && arrays.codes != NULL) {
@@ -71,17 +75,24 @@ static int fill_from(gck_payload *self, PyObject *original, int only_nan, PyObje
 }
 
 /* Decode a payload that has its bytes itself: nothing runs Python before its values are there.  1 and
- * *out, NULL with an exception; 0: it takes torch.empty. */
+ * *out, NULL with an exception; 0: it takes torch.empty, or its memory has to be marked as used on this stream. */
 static int decode_fresh(gck_payload *self, PyObject **out)
 {
     gck_py *py = &self->state->py;
     const int64_t *strides = self->layout != GCK_LAYOUT_PLAIN ? self->sizes + self->ndim : NULL;
     gck_fresh fresh = {.handle = NULL};
-    const int made = gck_fresh_tensor(py, self->ndim, self->sizes, strides, self->dtype, &fresh);
+    void *stream = NULL;
+    int made;
 
     *out = NULL;
+    if (self->device >= 0 && gck_stream_of(py->dlpack, self->device, &stream) != 0) {
+        gck_stream_unknown();
+        return 1;
+    }
+    made = crosses_streams(self, stream)
+         ? 0 : gck_fresh_tensor(py, self->ndim, self->sizes, strides, self->dtype, self->device, &fresh);
     if (made > 0) {
-        const gck_tensor view = gck_payload_values(self, fresh.data, NULL);
+        const gck_tensor view = gck_payload_values(self, fresh.data, stream);
         const gck_bytes bytes = gck_in_one(self->own.data, self->lengths);
         if (gck_run_decode(py, self->codec, &bytes, &view, 1) == 0) {
             *out = gck_fresh_object(py, &fresh);

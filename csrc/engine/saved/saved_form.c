@@ -58,7 +58,7 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
     const int stochastic = plan->stochastic && codec == plan->codec, outer = self->packing.outer;
-    gck_payload *first = outer ? NULL : gck_sharing_find(state, codec, in, stochastic, codec->max_error == 0, NULL);
+    gck_payload *first = outer ? NULL : gck_sharing_find(state, codec, in, stochastic, codec->max_error == 0, batch);
     PyObject *payload = NULL;
     gck_input own = *in;
     gck_dither dither;
