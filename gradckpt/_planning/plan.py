@@ -81,9 +81,9 @@ def plan(
             ``"24GB"``. The table then says which settings fit. Not with ``budget``.
         measure: Run real steps, and do not try on paper. Not with ``budget``.
         budget: The bytes that tensors on the device may need (on the CPU: their largest sum):
-            weights, gradients, optimizer states, activations, also of other models. ``"60GiB"``, ``"60GB"`` or bytes;
-            ``"90%"`` of the device, on the CPU of what the control group leaves; ``None``: what is
-            free now. ``"activations:6GiB"`` limits what the step adds.
+            weights, gradients, optimizer states, activations, also of other models. ``"60GiB"``,
+            ``"60GB"`` or bytes; ``"90%"`` of the device, on the CPU of what the control group
+            leaves; ``None``: what is free now. ``"activations:6GiB"`` limits what the step adds.
         compress: The codec, or a list of codecs, that the plan may use. ``None``: options that
             change no gradient.
         error: The largest relative L2 error of the gradients, ``"1%"`` or 0.01. It permits int8,

@@ -31,6 +31,7 @@ static void arrived(gck_payload *self, int done)
 {
     self->waits = NULL;
     if (!done) {
+        self->unwritten = 1;
         gck_payload_forget(self);
     }
 }

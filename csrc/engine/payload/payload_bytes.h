@@ -32,6 +32,7 @@ typedef struct gck_payload {
     gck_lengths      lengths;      /* bytes of the arrays                                */
     int64_t          nbytes, bytes_in;
     const void      *waits;        /* the batch in which its bytes are pending; else NULL */
+    int              unwritten;    /* that batch failed: they never will be              */
     int              requires_grad, leaf;
     int              stochastic;   /* rounded stochastically, with the noise of this key: */
     gck_dither       dither;

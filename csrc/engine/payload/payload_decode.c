@@ -127,8 +127,8 @@ static PyObject *decode(gck_payload *self, PyObject *into, gck_batch *batch)
     gck_tensor view;
     int reason, all, ok = 0;
 
-    if (batch == NULL && into == NULL && self->own.handle != NULL && self->has_values && self->shift == 0
-        && decode_fresh(self, &out)) {
+    if (batch == NULL && into == NULL && self->own.handle != NULL && self->has_values && !self->unwritten
+        && self->shift == 0 && decode_fresh(self, &out)) {
         return out;
     }
     if (find_unchanged(self, batch, &original) < 0) {

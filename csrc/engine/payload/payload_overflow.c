@@ -142,10 +142,15 @@ static int compare(const gck_payload *self, gck_bytes mine, gck_bytes firsts)
 int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
 {
     const gck_device_kind *kind = self->device >= 0 ? gck_device_kind_at(gck_device_kind_of(self->device)) : NULL;
-    gck_arrays arrays = gck_arrays_again(self->arrays), others = gck_arrays_again(first->arrays);
+    gck_arrays arrays = {NULL, NULL}, others = gck_arrays_again(first->arrays);
     gck_bytes mine, firsts;
-    int status = 0;
+    /* When the answer comes, its memory is let go: a decode that runs then holds Python tensors of it. */
+    int status = self->has_values && self->overflow == NULL ? gck_payload_arrays(self, &arrays) : 0;
 
+    if (status < 0) {
+        gck_arrays_clear(&others);
+        return -1;
+    }
     if (!self->has_values) {                     /* on paper, one tensor of one version has the same values */
         if ((self->overflow = gck_overflow_take(-1)) != NULL) {
             self->late = GCK_OVERFLOW_NONE;

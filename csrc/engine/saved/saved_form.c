@@ -58,15 +58,16 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     gck_state *state = self->packing.state;
     const gck_plan *plan = &self->packing.plan;
     const int stochastic = plan->stochastic && codec == plan->codec, outer = self->packing.outer;
-    gck_payload *first = outer ? NULL : gck_sharing_find(state, codec, in, stochastic, codec->max_error == 0, batch);
+    const int late = only_found && in->view.device >= 0;       /* a device proves it when it is too late */
+    gck_payload *first = outer || late ? NULL
+                       : gck_sharing_find(state, codec, in, stochastic, codec->max_error == 0, batch);
     PyObject *payload = NULL;
     gck_input own = *in;
     gck_dither dither;
     gck_skip_reason skip = GCK_SKIP_OVERFLOW;
     int done = -1;
 
-    if (PyErr_Occurred() || (only_found && (first == NULL || first->device >= 0))) {     /* a device proves it late */
-        Py_XDECREF((PyObject *)first);
+    if (first == NULL && (only_found || PyErr_Occurred())) {
         return PyErr_Occurred() ? -1 : 0;
     }
     /* A device may report overflow late, and until then the payload holds its original.  That must
