@@ -26,23 +26,23 @@ int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, gck_arra
     return 0;
 }
 
-/* The bytes of a payload are written, or (`done` 0) never will be. */
-static void arrived(gck_payload *self, int done)
+/* The bytes of a payload are written (0), do not hold its values (1), or never will be written (-1). */
+static void arrived(gck_payload *self, int status)
 {
     self->waits = NULL;
-    if (!done) {
-        self->unwritten = 1;
+    self->unwritten = status < 0;
+    if (status != 0) {
         gck_payload_forget(self);
     }
 }
 
-/* done: the bytes are written.  Releasing references may run Python, which must find b empty. */
-static void let_go(gck_batch *b, int done)
+/* status: as above.  Releasing references may run Python, which must find b empty. */
+static void let_go(gck_batch *b, int status)
 {
     const int n = b->n;
 
     for (int i = 0; i < n && !b->decode; i++) {
-        arrived(b->payload[i], done);
+        arrived(b->payload[i], status);
     }
     b->n = 0;
     for (int i = 0; i < n; i++) {
@@ -69,7 +69,7 @@ int gck_batch_flush(gck_batch *b)
         status = b->decode ? gck_run_decode(py, b->codec, bytes, view, n)
                            : gck_run_encode(py, b->codec, view, bytes, how, n);
     }
-    let_go(b, status == 0);
+    let_go(b, status);
     return status;
 }
 
@@ -77,6 +77,6 @@ void gck_batch_drop(gck_batch *b)
 {
     gck_error error = gck_error_take();
 
-    let_go(b, 0);
+    let_go(b, -1);
     gck_error_return(&error);
 }

@@ -51,8 +51,8 @@ static int view_array(gck_payload *self, PyObject *array, int64_t nbytes, void *
 int gck_payload_view(gck_payload *self, gck_arrays arrays, gck_bytes *bytes)
 {
     if (self->unwritten) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: this tensor was never encoded, since an error ended its forward; "
-                                            "run the forward again");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "gradckpt: this tensor was never encoded, since an error ended its forward; run that again");
         return -1;
     }
     if (arrays.codes == NULL && self->own.handle != NULL) {
