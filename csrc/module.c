@@ -6,6 +6,7 @@
 #include "torch/ops.h"
 #include "torch/paper.h"
 #include "torch/tensor.h"
+#include "engine/byte_store.h"
 #include "engine/memory_use.h"
 #include "engine/region_choice.h"
 #include "engine/state.h"
@@ -442,10 +443,8 @@ static int module_exec(PyObject *module)
     gck_state *state = gck_state_of(module);
 
     state->last_step = state->watched_task = -1;
-    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || intern_option_names(state) < 0) {
-        return -1;
-    }
-    if ((state->Payload = add_type(module, &gck_payload_spec)) == NULL
+    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || intern_option_names(state) < 0
+        || (state->Payload = add_type(module, &gck_payload_spec)) == NULL
         || (state->Frame = add_type(module, &gck_frame_spec)) == NULL
         || (state->Holder = add_type(module, &gck_holder_spec)) == NULL
         || (state->Recompute = add_type(module, &gck_recompute_spec)) == NULL
@@ -462,8 +461,8 @@ static int module_exec(PyObject *module)
         return -1;
     }
     return add_compat(module) < 0 || add_constants(module) < 0 || PyModule_AddType(module, state->Context) < 0
-                || PyModule_AddType(module, state->SavedTensor) < 0 ? -1
-         : PyModule_AddType(module, state->Payload);
+        || PyModule_AddType(module, state->SavedTensor) < 0 || PyModule_AddType(module, state->Payload) < 0
+        || gck_byte_store_types(module, state) < 0 ? -1 : 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)

@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypedDict, TypeVar, final, overload, type_check_only
+from typing import Any, ParamSpec, Self, TypedDict, TypeVar, final, overload, type_check_only
 
 import torch
 from torch.nn import Module
@@ -55,6 +55,16 @@ class SavedTensor:
     @property
     def value(self) -> Any: ...
     def restore(self) -> torch.Tensor: ...
+
+@final
+class StoredBytes:
+    def get(self, address: int, /) -> None: ...
+
+@final
+class ByteStore:
+    def __new__(cls, directory: str, memory: int, prefetch: int = 2) -> Self: ...
+    def put(self, address: int, nbytes: int, /) -> StoredBytes | str: ...
+    def figures(self) -> dict[str, int]: ...
 
 @type_check_only
 class OpStorage:

@@ -24,6 +24,7 @@ from gradckpt._engine.sequential import checkpoint_sequential
 from gradckpt._gradient_error import gradient_error
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import disable
+from gradckpt._offload import Offload
 from gradckpt._patching import patched
 from gradckpt._planning.plan import plan
 from gradckpt._planning.region_plan import Plan
@@ -35,6 +36,7 @@ from gradckpt.integrations.transformers import trainer_flag as _trainer_flag
 __all__ = [
     "CompressionConfig",
     "GradckptInactiveWarning",
+    "Offload",
     "Plan",
     "SelectiveRecompute",
     "checkpoint",

@@ -11,6 +11,7 @@ from gradckpt._config import Compress
 from gradckpt._models import switch
 from gradckpt._models.keywords import beside_plan
 from gradckpt._models.switch import BUDGET, UNSET, CheckpointKeywords, Handle, Modules, Unset
+from gradckpt._offload import Offload
 from gradckpt._planning.live_budget import LiveBudget
 from gradckpt._planning.region_plan import Plan, plan_of
 from gradckpt.policies import PolicyLike
@@ -26,7 +27,7 @@ def enable(
     every_n_layers: int = 1,
     policy: PolicyLike = None,
     recompute: bool = True,
-    offload: bool = False,
+    offload: bool | str | Offload | None = False,
     budget: int | str | Unset | None = UNSET,
     plan: Plan | str | os.PathLike[str] | None = None,
     optimizer: Any = None,
@@ -74,8 +75,9 @@ def enable(
         recompute: ``False``: nothing but attention is recomputed. The forward is exact, and the
             backward computes with restored values; it takes more memory than checkpoints
             and less time. ``policy`` and the keywords below do not apply.
-        offload: Keep the inputs (the payloads, with ``recompute=False``) in host memory, compressed
-            first; pinned if there is a device.
+        offload: Keep the inputs (the payloads, with ``recompute=False``) elsewhere, compressed
+            first. ``True`` or ``"cpu"``: in host memory, pinned if there is a device; ``"disk"``:
+            in a file; or an :class:`Offload`.
         budget: The largest sum of bytes of tensors on the device in a step, as for
             :func:`gradckpt.plan`: ``"60GiB"``, bytes, ``"90%"``, ``"activations:6GiB"``, or
             ``None`` for what is free now. The first training call recomputes all regions and
@@ -125,7 +127,7 @@ def enable(
         "every_n_layers": every_n_layers != 1,
         "policy": policy is not None,
         "recompute": recompute is not True,
-        "offload": offload is not False,
+        "offload": offload not in (False, None),
         "modules": plan is not None and modules is not None,
         "compress": plan is not None and compress is not UNSET,
         "optimizer": plan is not None and optimizer is not None,

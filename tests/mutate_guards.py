@@ -47,7 +47,7 @@ from targets import is_left
 #: and the file in which guards are written down.
 GUARD, HOW, HITS = "GRADCKPT_GUARD", "GRADCKPT_GUARD_HOW", "GRADCKPT_GUARD_HITS"
 EVALUATED, FIRED = 1, 2
-ROOMS = ("codec", "engine", "planner", "torch", "module")
+ROOMS = ("codec", "engine", "offload", "planner", "torch", "module")
 #: Tests of the sources' text, which the copy changes.
 TEXT = ("package/test_layers.py", "package/test_packaging.py", "package/test_targets.py")
 

@@ -88,7 +88,7 @@ enum { GCK_NROOMS = 64 };
 
 typedef struct {
     gck_py        py;
-    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *OpPolicy, *OpStorage, *OpOutput, *Context;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *OpPolicy, *OpStorage, *OpOutput, *Context, *StoredBytes;
     PyTypeObject *SavedHooks, *SavedTensor;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *SelectiveRecompute;  /* autograd Function, public                          */

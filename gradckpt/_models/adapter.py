@@ -40,6 +40,7 @@ from gradckpt._models.offload import of_layer, offloaded, offloaded_stock
 from gradckpt._models.overlap import is_wrapper
 from gradckpt._models.regions import checkpointed_by, region_of
 from gradckpt._models.weak import WeakModule
+from gradckpt._offload import Offload
 
 logger = logging.getLogger("gradckpt")
 
@@ -139,7 +140,8 @@ class Adapter(_Replacement):
         active = choice.settings.config
         if active != self.active:
             self.monitor = InactivityMonitor()
-        if choice.settings.offload and not torch.accelerator.is_available():
+        place = choice.settings.offload
+        if place is not None and place.place == "cpu" and not torch.accelerator.is_available():
             logger.info("gradckpt: offload=True has no effect without a device; checkpoints are in host memory anyway")
         self.active = active
         self.function = choice.function if choice.ours else None
@@ -179,13 +181,17 @@ class Adapter(_Replacement):
         if offloads and settings.config is None and settings.context_fn is None:
             return _Choice(functools.partial(base, **keywords), False, settings)
         if offloads:
-            settings = dataclasses.replace(settings, offload=True)
+            settings = dataclasses.replace(settings, offload=Offload())
         check_together(settings, keywords)
         if keywords.get("use_reentrant"):
             return _Choice(functools.partial(torch_checkpoint, **keywords), False, settings)
         keywords["use_reentrant"] = False
         selective: dict[str, Any] = {"context_fn": settings.context_fn} if settings.context_fn is not None else {}
-        ours, stock = (offloaded, offloaded_stock) if settings.offload else (of_layer, torch_checkpoint)
+        ours: Callable[..., Any] = of_layer
+        stock: Callable[..., Any] = torch_checkpoint
+        if settings.offload is not None:
+            ours = functools.partial(offloaded, settings.offload)
+            stock = functools.partial(offloaded_stock, settings.offload)
         function = functools.partial(ours, compress=settings.config, **selective, **buffers, **keywords)
         torchs = {key: value for key, value in keywords.items() if key != HOOKS_SEE_KEPT or hooks_see_kept}
         vars(function)[_STOCK] = functools.partial(stock, **torchs)

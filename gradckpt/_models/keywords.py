@@ -21,6 +21,7 @@ from gradckpt._config import CompressionConfig, check_no_operators, instead_of, 
 from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_bool, check_option
 from gradckpt._engine.selective import contexts_of
 from gradckpt._models.rules import saved_settings
+from gradckpt._offload import Offload, parse_offload
 from gradckpt.policies import is_known
 
 #: Our keys; transformers 5.17 and later take the last two, which are its own, out of the dict.
@@ -51,7 +52,7 @@ class Settings:
     context_fn: Callable[[], Any] | None = None  # of a policy
     recompute: bool = True
     every_n_layers: int = 1
-    offload: bool = False
+    offload: Offload | None = None
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other keywords of gradckpt.checkpoint
     planned: bool = False  # a budget or a plan decides all of it
 
@@ -69,7 +70,7 @@ def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
     _read_selective(keywords)
     ours = {key: keywords.pop(key) for key in OURS if key in keywords}
     every_n_layers = check_every_n_layers(ours.get("every_n_layers", base.every_n_layers))
-    offload = check_bool("offload", ours.get("offload", base.offload))
+    offload = parse_offload(ours.get("offload", base.offload))
     context_fn = contexts_of(ours["policy"]) if "policy" in ours else base.context_fn
     recompute = check_bool("recompute", ours.get("recompute", base.recompute))
     if not recompute:
@@ -224,8 +225,8 @@ def check_reentrant(settings: Settings) -> None:
         keyword = f"compress={settings.config.codec!r}"
     elif settings.context_fn is not None:
         keyword = "policy="
-    elif settings.offload:
-        keyword = "offload=True"
+    elif settings.offload is not None:
+        keyword = "offload="
     if keyword is not None:
         instead = ", or pass compress=None" if settings.config is not None else ""
         raise ValueError(

@@ -36,11 +36,12 @@ from gradckpt._models import activity
 from gradckpt._models.caches import with_caches
 from gradckpt._models.dtensors import localized
 from gradckpt._models.kinds import Tree, has_forward
-from gradckpt._models.offload import offloaded, to_host
+from gradckpt._models.offload import offloaded, to_place
 from gradckpt._models.overlap import check_around, is_wrapper
 from gradckpt._models.ranks import RankCheck, spell
 from gradckpt._models.rules import Rules, Settings, comparable, is_saved, parse_rules, resolve, summary
 from gradckpt._models.weak import WeakModule
+from gradckpt._offload import Offload
 from gradckpt._stats import compiled, stats
 from gradckpt.selectors import every
 
@@ -53,7 +54,7 @@ _NOT_OF_FUNCTIONS = ("__wrapped__", "__deepcopy__", "__getnewargs__", "__getnewa
 _REPLICATE = "_replicate_for_data_parallel"
 
 
-def choose(model: Module, rules: Rules, defaults: Settings, every_n: int, offload: bool) -> Chosen:
+def choose(model: Module, rules: Rules, defaults: Settings, every_n: int, offload: Offload | None) -> Chosen:
     """Return which modules the rules choose, and how; :func:`gradckpt.enable` describes rules.
 
     Raises:
@@ -75,7 +76,7 @@ class Chosen:
     :func:`gradckpt.checkpoint`.
     """
 
-    def __init__(self, tree: Tree, settings: dict[str, Settings], offload: bool) -> None:
+    def __init__(self, tree: Tree, settings: dict[str, Settings], offload: Offload | None) -> None:
         self.tree = tree
         self.settings = settings
         self.offload = offload
@@ -123,7 +124,7 @@ class Region:
     """
 
     def __init__(
-        self, module: Module, settings: Settings, rank_check: RankCheck, offload: bool, is_whole: bool = False
+        self, module: Module, settings: Settings, rank_check: RankCheck, offload: Offload | None, is_whole: bool = False
     ) -> None:
         self._module = WeakModule(module)
         self.settings = settings
@@ -250,7 +251,8 @@ class Region:
         if self.saves is not None:
             return self._save(self.saves, forward, args, kwargs, compiled)
         forward, args, kwargs = prepare(forward, args, kwargs, self.settings["compress"], compiled)
-        checkpoint = offloaded if self.offload else region_checkpoint
+        offload = self.offload
+        checkpoint = region_checkpoint if offload is None else functools.partial(offloaded, offload)
         return checkpoint(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
 
     def _save(
@@ -259,7 +261,7 @@ class Region:
         if compiled:
             self.traced = True
             return forward(*args, **kwargs)
-        with to_host() if self.offload else contextlib.nullcontext():
+        with contextlib.nullcontext() if self.offload is None else to_place(self.offload):
             if not self.is_whole:
                 return call_saved(saves, forward, args, kwargs)
             # A block, not a decorated function: the backward reads first what the last operators

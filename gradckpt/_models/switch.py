@@ -23,9 +23,11 @@ from gradckpt._engine.arguments import check_bool
 from gradckpt._models.adapter import ADAPTERS
 from gradckpt._models.keywords import check_every_n_layers
 from gradckpt._models.kinds import KINDS, has_relu_and_batch_norm, repeated_blocks, width_of
+from gradckpt._models.offload import store_of
 from gradckpt._models.regions import choose, region_of, regions_in
 from gradckpt._models.rules import Settings, is_saved, parse_options, summary
 from gradckpt._models.weak import WeakModule
+from gradckpt._offload import Offload, parse_offload
 from gradckpt.integrations.transformers import models
 from gradckpt.policies import PolicyLike
 from gradckpt.selectors import Selector, Subset, describe
@@ -81,7 +83,7 @@ def enable(
     every_n_layers: int = 1,
     policy: PolicyLike = None,
     recompute: bool = True,
-    offload: bool = False,
+    offload: bool | str | Offload | None = False,
     **keywords: Unpack[CheckpointKeywords],
 ) -> Handle:
     """Do what :func:`gradckpt.enable` does without a budget and a plan, which describes it."""
@@ -95,7 +97,9 @@ def enable(
         compress = None if {"policy", "context_fn"} & given.keys() else "int8"
     options = parse_options({"compress": compress, **given}, {}, ("modules", "every_n_layers", "recompute", "offload"))
     check_every_n_layers(every_n_layers)
-    check_bool("offload", offload)
+    place = parse_offload(offload)
+    if place is not None and place.place == "disk":
+        store_of(place)  # its errors are said now
     whole = models.inner_model(model)
     if modules is None and not recompute:
         if every_n_layers > 1:
@@ -105,11 +109,11 @@ def enable(
             )
         modules = whole
     if modules is None and models.is_model(whole):
-        turn_on: Callable[[], None] = functools.partial(models.turn_on, whole, options, every_n_layers, offload)
-        same = models.is_enabled(whole, options, every_n_layers, offload)
+        turn_on: Callable[[], None] = functools.partial(models.turn_on, whole, options, every_n_layers, place)
+        same = models.is_enabled(whole, options, every_n_layers, place)
         same = same and len(models.adapters_in(model)) == 1 and not regions_in(model)
     else:
-        chosen = choose(model, _block_of(model) if modules is None else modules, options, every_n_layers, offload)
+        chosen = choose(model, _block_of(model) if modules is None else modules, options, every_n_layers, place)
         turn_on = chosen.install
         same = chosen.is_installed() and not models.adapters_in(model)
     if not same:
@@ -301,7 +305,7 @@ class Handle:
         for name, module in model.named_modules():
             region = region_of(module)
             if region is not None:
-                found[name] = region.settings | ({"offload": True} if region.offload else {})
+                found[name] = region.settings | ({} if region.offload is None else {"offload": region.offload})
             elif module in of_layers:
                 found[name] = of_layers[module]
         return found

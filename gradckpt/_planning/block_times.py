@@ -154,7 +154,7 @@ def _caller(block: Module, option: Option, forward: Callable[..., Any]) -> Calla
     settings = option.settings()
     if settings is None:
         return forward
-    region = Region(block, settings, RankCheck("", {}), False)
+    region = Region(block, settings, RankCheck("", {}), None)
     return lambda *args, **kwargs: region.run(block, forward, args, kwargs)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from gradckpt._planning.sizes import parse_bytes
+from gradckpt._sizes import parse_bytes
 
 __all__ = [
     "Budget",

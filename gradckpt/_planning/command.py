@@ -19,9 +19,9 @@ from gradckpt._planning.config_profile import plan_source
 from gradckpt._planning.frozen_weights import FORMATS
 from gradckpt._planning.options import allowed
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS
-from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_profile import NoPlan
 from gradckpt._planning.values import NotOnPaper
+from gradckpt._sizes import parse_bytes
 
 __all__ = ["main", "parser"]
 

@@ -22,10 +22,10 @@ from gradckpt._planning.estimates import rates_of
 from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
 from gradckpt._planning.needed_memory import held_blocks, memory_use
 from gradckpt._planning.sharded import gradient_bytes, parameter_bytes, real_steps
-from gradckpt._planning.sizes import parse_bytes
 from gradckpt._planning.step_trace import Peak, StateBeforePaper, StepTrace, apart_on_paper, scaled, trace_step
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._settings import READY, Setting
+from gradckpt._sizes import parse_bytes
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import (

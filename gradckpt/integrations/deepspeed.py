@@ -13,6 +13,7 @@ state in the forward.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from gradckpt._C import checkpoint as region_checkpoint
 from gradckpt._engine.arguments import check_bool, own_keywords
 from gradckpt._models.offload import offloaded
 from gradckpt._models.rules import parse_options
+from gradckpt._offload import Offload
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -68,7 +70,7 @@ _REFUSED = {
 @dataclasses.dataclass(frozen=True)
 class _Settings:
     options: Mapping[str, Any]  # keywords of gradckpt.checkpoint
-    offload: bool = False
+    offload: Offload | None = None
     configured: bool = False
 
 
@@ -89,7 +91,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     function = own_keywords(function, kwargs)
     if states:
         function = _Tracked(function, states)
-    run = offloaded if settings.offload else region_checkpoint
+    offload = settings.offload
+    run = region_checkpoint if offload is None else functools.partial(offloaded, offload)
     found = run(function, *args, **settings.options, **kwargs)
     if isinstance(found, (tuple, list)):
         return found[0] if len(found) == 1 else tuple(found)
@@ -186,7 +189,8 @@ def configure(
         if passed.get(key):
             raise _refusal(key)
     offload = check_bool("checkpoint_in_cpu", passed.get("checkpoint_in_cpu", False))
-    settings = _Settings(parse_options({"compress": "int8", **options}, {}), offload, configured=True)
+    place = Offload() if offload else None
+    settings = _Settings(parse_options({"compress": "int8", **options}, {}), place, configured=True)
     if mpu_ is not None:
         theirs.configure(mpu_)
     _use(settings)

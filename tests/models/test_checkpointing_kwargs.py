@@ -137,7 +137,7 @@ class TestKeys:
             ({"compress": "int8", "policy": "save_it"}, "unknown policy 'save_it'"),
             ({"every_n_layers": 0}, "every_n_layers is 1 or more, not 0"),
             ({"every_n_layers": True}, "every_n_layers is an int, not True"),
-            ({"offload": 1}, "offload is True or False, not 1"),
+            ({"offload": 1}, "offload is True, False, 'cpu', 'disk' or a gradckpt.Offload, not 1"),
             ({"preserve_rng_state": "no"}, "preserve_rng_state is True or False, not 'no'"),
             ({"determinism_check": "all"}, 'determinism_check is "default", "warn" or "none", not \'all\''),
             ({"context_fn": "mine"}, "context_fn is a function that returns two context managers, not 'mine'"),
@@ -314,14 +314,14 @@ class TestOffload:
         monkeypatch.setattr(offload, "save_on_cpu", lambda **how: asked.append(how))
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        offload.to_host()
+        offload.to_place(gradckpt.Offload())
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-        offload.to_host()
+        offload.to_place(gradckpt.Offload())
         assert asked == [{"pin_memory": True, "device_type": "cuda"}, {}]
 
-    @pytest.mark.parametrize("offload", [1, "cpu", None])
+    @pytest.mark.parametrize("offload", [1, "tape"])
     def test_wrong(self, offload):
         model = build()
-        with pytest.raises(TypeError, match="gradckpt: offload is True or False, not"):
+        with pytest.raises((TypeError, ValueError), match=r"^gradckpt: offload(=| is ).*'disk'"):
             gradckpt.enable(model, offload=offload)
         assert ADAPTER not in vars(model)

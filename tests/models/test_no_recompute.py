@@ -287,7 +287,7 @@ def test_offload_moves_the_payloads():
     _, exact = step(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "gradckpt._models.regions.to_host", lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+            "gradckpt._models.offload._to_host", lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
         )
         with gradckpt.enable(model, "int8", recompute=False, offload=True) as handle:
             assert handle.modules[""]["offload"]

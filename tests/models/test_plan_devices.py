@@ -3,7 +3,7 @@
 import pytest
 
 from gradckpt._planning.devices import DEVICES, find
-from gradckpt._planning.sizes import parse_bytes
+from gradckpt._sizes import parse_bytes
 
 
 @pytest.mark.parametrize(

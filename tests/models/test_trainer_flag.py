@@ -222,7 +222,7 @@ class TestKeys:
             ({"compress": None, "min_numel": -1}, "min_numel counts values and cannot be -1"),
             ({"compress": "int8", "fake_quantize": "yes"}, "fake_quantize is True or False, not 'yes'"),
             ({"compress": "int8", "every_n_layers": 0}, "every_n_layers is 1 or more, not 0"),
-            ({"compress": "int8", "offload": "cpu"}, "offload is True or False, not 'cpu'"),
+            ({"compress": "int8", "offload": "tape"}, "offload='tape' is no place"),
             ({"compress": "int8", "policy": "save_it"}, "unknown policy 'save_it'"),
             ({"compress": "int8", "debug": "no"}, "debug is True or False"),
             ({"compress": "int8", "determinism_check": "all"}, 'determinism_check is "default", "warn" or "none"'),

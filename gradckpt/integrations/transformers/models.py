@@ -28,6 +28,7 @@ from gradckpt._models.adapter import (
 from gradckpt._models.inactivity import ADAPTER, describe, is_on
 from gradckpt._models.keywords import Settings
 from gradckpt._models.offload import offloaded
+from gradckpt._offload import Offload
 
 __all__ = [
     "OF_DIFFUSERS",
@@ -49,7 +50,7 @@ OF_DIFFUSERS = (
 )
 
 
-def settings_from(options: Mapping[str, Any], every_n_layers: int = 1, offload: bool = False) -> Settings:
+def settings_from(options: Mapping[str, Any], every_n_layers: int = 1, offload: Offload | None = None) -> Settings:
     """Return the settings of layers from keywords of :func:`gradckpt.checkpoint`."""
     keywords = {key: value for key, value in options.items() if key not in ("compress", "context_fn")}
     return Settings(
@@ -61,7 +62,7 @@ def settings_from(options: Mapping[str, Any], every_n_layers: int = 1, offload: 
     )
 
 
-def turn_on(model: Any, options: Mapping[str, Any], every_n_layers: int, offload: bool) -> None:
+def turn_on(model: Any, options: Mapping[str, Any], every_n_layers: int, offload: Offload | None) -> None:
     """Turn checkpointing on in a transformers model, through an :class:`Adapter`.
 
     Raises:
@@ -80,7 +81,7 @@ def turn_on(model: Any, options: Mapping[str, Any], every_n_layers: int, offload
     _check_taken(model, adapter)
 
 
-def is_enabled(model: Any, options: Mapping[str, Any], every_n_layers: int, offload: bool) -> bool:
+def is_enabled(model: Any, options: Mapping[str, Any], every_n_layers: int, offload: Offload | None) -> bool:
     """Return whether :func:`turn_on` was called with these arguments, and checkpointing is still
     on.
     """
@@ -104,7 +105,7 @@ def settings_of(model: Any) -> dict[Any, dict[str, Any]]:
         return {}
     keywords = {key: value for key, value in adapter.function.keywords.items() if key != "use_reentrant"}  # type: ignore[attr-defined]
     if adapter.function.func is offloaded:  # type: ignore[attr-defined]
-        keywords["offload"] = True
+        keywords["offload"] = adapter.function.args[0]  # type: ignore[attr-defined]
     return {layer: dict(keywords) for layer in adapter.layers(model)}
 
 

@@ -258,7 +258,7 @@ class TestConfigure:
     @pytest.mark.parametrize("as_file", [False, True])
     def test_deepspeeds_configuration(self, as_file, tmp_path, monkeypatch):
         copied = Copied()
-        monkeypatch.setattr(offload, "to_host", lambda: copied)
+        monkeypatch.setattr(offload, "_to_host", lambda: copied)
         config = BLOCK
         if as_file:
             config = str(tmp_path / "config.json")

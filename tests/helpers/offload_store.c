@@ -1,0 +1,173 @@
+/* Run by test_byte_store.py: threads put, get and drop bytes of a store; its file's calls may fail.
+ *
+ *     offload_store DIRECTORY SEED THREADS STEPS MEMORY_KIB [CALL FAULT]
+ *
+ * CALL: the number of the call of the file that goes wrong, counted from 1; FAULT: the errno that it sets, "short" or
+ * "flip" (a read gives less, or one other bit), "forever": this call and all after it set ENOSPC.  Prints figures. */
+#define _GNU_SOURCE
+#include "offload/store.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { MOST = 64 };
+
+static atomic_long calls, errors, wrong, refused;
+static long bad_call;
+static const char *fault = "";
+static int steps;
+static gck_byte_store *store;
+
+static int goes_wrong(void)
+{
+    const long n = ++calls;
+    return bad_call > 0 && (n == bad_call || (n > bad_call && strcmp(fault, "forever") == 0));
+}
+
+static int fails(void)
+{
+    if (!goes_wrong()) {
+        return 0;
+    }
+    if (strcmp(fault, "short") != 0 && strcmp(fault, "flip") != 0) {
+        errno = strcmp(fault, "forever") == 0 ? ENOSPC : atoi(fault);
+        return 1;
+    }
+    return 2;
+}
+
+static int faulty_open(const char *directory) { return fails() == 1 ? -1 : gck_file_system_calls.open(directory); }
+
+static int faulty_file_system(int fd, int64_t *magic)
+{
+    return fails() == 1 ? -1 : gck_file_system_calls.file_system(fd, magic);
+}
+
+static ssize_t faulty_write(int fd, const void *from, size_t nbytes, off_t offset)
+{
+    return fails() == 1 ? -1 : gck_file_system_calls.write(fd, from, nbytes, offset);
+}
+
+static ssize_t faulty_read(int fd, void *to, size_t nbytes, off_t offset)
+{
+    const int kind = fails();
+    ssize_t got;
+
+    if (kind == 1) {
+        return -1;
+    }
+    got = gck_file_system_calls.read(fd, to, nbytes, offset);
+    if (kind == 2 && strcmp(fault, "short") == 0) {
+        return got / 2 + 7;
+    }
+    if (kind == 2 && got > 0) {
+        ((char *)to)[(size_t)calls * 7919 % (size_t)got] ^= (char)(1 << calls % 8);
+    }
+    return got;
+}
+
+static const gck_file_calls faulty = {faulty_open, faulty_file_system, faulty_write, faulty_read, close};
+
+static uint64_t next(uint64_t *state)
+{
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return *state >> 33;
+}
+
+static void fill(char *bytes, int64_t nbytes, uint64_t id)
+{
+    for (int64_t i = 0; i < nbytes; i++) {
+        bytes[i] = (char)(id * 31 + (uint64_t)i * 7 + (uint64_t)(i >> 8));
+    }
+}
+
+static void check(gck_byte_store_item *stored, uint64_t id, char *bytes, char *want)
+{
+    const int64_t nbytes = gck_byte_store_item_nbytes(stored);
+    const int status = gck_byte_store_get(stored, bytes);
+
+    if (status != 0) {
+        errors++;
+        return;
+    }
+    fill(want, nbytes, id);
+    wrong += memcmp(bytes, want, (size_t)nbytes) != 0;
+}
+
+/* A forward puts, a backward gets in reverse; some are asked for twice, out of order, or never. */
+static void *work(void *argument)
+{
+    uint64_t state = (uint64_t)(uintptr_t)argument * 977 + 5, id = state << 20;
+    char *bytes = malloc(1 << 20), *want = malloc(1 << 20);
+    gck_byte_store_item *all[MOST];
+    uint64_t ids[MOST];
+
+    for (int step = 0; step < steps; step++) {
+        int n = 0;
+        for (uint64_t i = 0, count = 1 + next(&state) % MOST; i < count; i++) {
+            const int64_t nbytes = 1 + (int64_t)(next(&state) % (next(&state) % 4 ? 20000 : 300000));
+            fill(bytes, nbytes, ++id);
+            ids[n] = id;
+            if (gck_byte_store_put(store, bytes, nbytes, &all[n]) == 0) {
+                n++;
+            } else {
+                refused++;
+            }
+            if (n > 1 && next(&state) % 8 == 0) {
+                const int which = (int)(next(&state) % (uint64_t)n);
+                check(all[which], ids[which], bytes, want);
+            }
+        }
+        while (n > 0) {
+            n--;
+            for (uint64_t times = next(&state) % 10 == 0 ? next(&state) % 3 : 1; times > 0; times--) {
+                check(all[n], ids[n], bytes, want);
+            }
+            gck_byte_store_drop(all[n]);
+        }
+    }
+    free(bytes);
+    free(want);
+    return NULL;
+}
+
+int main(int argc, char **argv)
+{
+    pthread_t threads[16];
+    gck_byte_store_figures f;
+    const int n = atoi(argv[3]);
+    const gck_byte_store_options options = {(int64_t)atoi(argv[5]) << 10, 2, 2, argv[1], &faulty};
+    int status;
+
+    steps = atoi(argv[4]);
+    bad_call = argc > 7 ? atol(argv[6]) : 0;
+    fault = argc > 7 ? argv[7] : "";
+    if ((status = gck_byte_store_new(&options, &store)) != 0) {
+        printf("{\"new\": \"%s\"}\n", gck_byte_store_text(status));
+        return 0;
+    }
+    for (int i = 0; i < n; i++) {
+        pthread_create(&threads[i], NULL, work, (void *)(uintptr_t)(atoi(argv[2]) * 16 + i));
+    }
+    for (int i = 0; i < n; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    gck_byte_store_read_figures(store, &f);
+    for (int tries = 0; tries < 1000 && (f.memory_used > 0 || f.file_used > 0); tries++) {   /* threads end their moves */
+        usleep(1000);
+        gck_byte_store_read_figures(store, &f);
+    }
+    gck_byte_store_release(store);
+    printf("{\"calls\": %ld, \"errors\": %ld, \"wrong\": %ld, \"refused\": %ld, \"puts\": %lld, \"gets\": %lld, "
+           "\"from_memory\": %lld, \"memory_used\": %lld, \"memory_peak\": %lld, \"file_used\": %lld, \"file_peak\": "
+           "%lld, \"written\": %lld, \"read\": %lld, \"write_error\": %d}\n",
+           (long)calls, (long)errors, (long)wrong, (long)refused, (long long)f.puts, (long long)f.gets,
+           (long long)f.from_memory, (long long)f.memory_used, (long long)f.memory_peak, (long long)f.file_used,
+           (long long)f.file_peak, (long long)f.written, (long long)f.read, f.write_error);
+    return wrong > 0;
+}
