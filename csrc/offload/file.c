@@ -142,3 +142,9 @@ uint64_t gck_file_digest(const void *bytes, int64_t nbytes)
     }
     return digest;
 }
+
+int gck_file_read_checked(const gck_file *file, void *to, int64_t nbytes, int64_t offset, uint64_t digest)
+{
+    const int status = gck_file_read(file, to, nbytes, offset);
+    return status == 0 && gck_file_digest(to, nbytes) != digest ? GCK_FILE_CHANGED : status;
+}

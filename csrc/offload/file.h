@@ -16,6 +16,7 @@ enum {
     GCK_FILE_IN_MEMORY = -1,    /* the directory is a tmpfs: nothing would be saved     */
     GCK_FILE_MISALIGNED = -2,
     GCK_FILE_SHORT = -3,        /* a read ended before its end                          */
+    GCK_FILE_CHANGED = -4,      /* it gave other bytes than were written                */
 };
 
 /* The calls of the system.  Each returns as its namesake, and sets errno. */
@@ -42,6 +43,9 @@ int gck_file_write(const gck_file *file, const void *from, int64_t nbytes, int64
 int gck_file_read(const gck_file *file, void *to, int64_t nbytes, int64_t offset);
 
 void gck_file_close(gck_file *file);
+
+/* The same; GCK_FILE_CHANGED: that is not what had this digest. */
+int gck_file_read_checked(const gck_file *file, void *to, int64_t nbytes, int64_t offset, uint64_t digest);
 
 /* A digest that each changed bit changes.  nbytes: a multiple of 8. */
 uint64_t gck_file_digest(const void *bytes, int64_t nbytes);

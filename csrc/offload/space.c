@@ -104,6 +104,13 @@ int64_t gck_space_take(gck_space *space, int64_t nbytes)
     return offset;
 }
 
+int64_t gck_space_take_more(gck_space *space, int64_t nbytes, int64_t more)
+{
+    const int64_t offset = gck_space_take(space, nbytes);
+    return offset >= 0 || gck_space_grow(space, nbytes > more ? nbytes : more) < 0 ? offset
+         : gck_space_take(space, nbytes);
+}
+
 void gck_space_give(gck_space *space, int64_t offset, int64_t nbytes)
 {
     add(space, offset, nbytes);

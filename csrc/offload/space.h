@@ -22,6 +22,9 @@ int gck_space_grow(gck_space *space, int64_t nbytes);
 /* Take a part: its offset, in the smallest range that holds it; -1: none does, or there is no memory. */
 int64_t gck_space_take(gck_space *space, int64_t nbytes);
 
+/* The same, and it grows by `more` bytes, or as many as it takes, where none does. */
+int64_t gck_space_take_more(gck_space *space, int64_t nbytes, int64_t more);
+
 /* Give a part back.  Never fails. */
 void gck_space_give(gck_space *space, int64_t offset, int64_t nbytes);
 

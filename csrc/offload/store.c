@@ -63,21 +63,6 @@ struct gck_byte_store {
     gck_byte_store_figures figures;
 };
 
-const char *gck_byte_store_text(int status)
-{
-    switch (status) {
-    case GCK_FILE_IN_MEMORY: return "the directory is in memory (tmpfs)";
-    case GCK_FILE_MISALIGNED: return "a misaligned request";
-    case GCK_FILE_SHORT: return "the file ended too early";
-    case GCK_STORE_LARGE: return "larger than the memory of the store";
-    case GCK_STORE_FULL: return "no room is left";
-    case GCK_STORE_NO_MEMORY: return "out of memory";
-    case GCK_STORE_CHANGED: return "the file gave other bytes than were written";
-    case GCK_STORE_FORKED: return "this process was forked from the one that made the store";
-    default: return status > 0 ? strerror(status) : "an unknown error";
-    }
-}
-
 static void push(queue *q, gck_byte_store_item *s)
 {
     s->next_job = NULL;
@@ -146,17 +131,11 @@ static void free_if_dropped(gck_byte_store *store, gck_byte_store_item *s)
 /* Take room in the file for it, which grows.  0 or -1. */
 static int take_file(gck_byte_store *store, gck_byte_store_item *s)
 {
-    if (s->file < 0 && (s->file = gck_space_take(&store->file_space, s->padded)) < 0) {
-        const int64_t more = s->padded > GROW ? s->padded : GROW;
-        if (gck_space_grow(&store->file_space, more) < 0
-            || (s->file = gck_space_take(&store->file_space, s->padded)) < 0) {
-            return -1;
-        }
-    }
+    s->file = s->file < 0 ? gck_space_take_more(&store->file_space, s->padded, GROW) : s->file;
     if (store->file_space.used > store->figures.file_peak) {
         store->figures.file_peak = store->file_space.used;
     }
-    return 0;
+    return s->file < 0 ? -1 : 0;
 }
 
 /* Have the oldest written that are in memory alone, until so many bytes may stay so. */
@@ -221,8 +200,7 @@ static void move(gck_byte_store *store, gck_byte_store_item *s)
         s->digest = gck_file_digest(bytes, s->padded);
         status = gck_file_write(&store->file, bytes, s->padded, s->file);
     } else {
-        status = gck_file_read(&store->file, bytes, s->padded, s->file);
-        status = status == 0 && gck_file_digest(bytes, s->padded) != s->digest ? GCK_STORE_CHANGED : status;
+        status = gck_file_read_checked(&store->file, bytes, s->padded, s->file, s->digest);
     }
     pthread_mutex_lock(&store->lock);
     if (writes && status != 0) {
@@ -428,6 +406,30 @@ static void prefetch(gck_byte_store *store, const gck_byte_store_item *s)
     }
 }
 
+/* Nothing gives memory, since nothing is written any more: read it past the store's.  With the lock. */
+static int read_past(gck_byte_store *store, gck_byte_store_item *s, void *bytes)
+{
+    void *aligned = NULL;
+    int status = GCK_STORE_NO_MEMORY;
+
+    s->uses++;
+    pthread_mutex_unlock(&store->lock);
+    if (posix_memalign(&aligned, GCK_FILE_ALIGNMENT, (size_t)s->padded) == 0) {
+        status = gck_file_read_checked(&store->file, aligned, s->padded, s->file, s->digest);
+        if (status == 0) {
+            memcpy(bytes, aligned, (size_t)s->nbytes);
+        }
+        free(aligned);
+    }
+    pthread_mutex_lock(&store->lock);
+    s->uses--;
+    store->figures.gets += status == 0;
+    store->figures.read += status == 0 ? s->padded : 0;
+    pthread_cond_broadcast(&store->done);
+    free_if_dropped(store, s);
+    return status;
+}
+
 int gck_byte_store_get(gck_byte_store_item *s, void *bytes)
 {
     gck_byte_store *store = s->store;
@@ -441,32 +443,32 @@ int gck_byte_store_get(gck_byte_store_item *s, void *bytes)
         if (s->at == AWAY) {
             const int got = fetch(store, s, NULL);
             write_down_to(store, got < 0 ? 0 : INT64_MAX);
-            status = got == -2 && store->writes.first == NULL ? GCK_STORE_FULL : 0;
+            if (got == -2 && store->writes.first == NULL) {
+                status = read_past(store, s, bytes);
+                pthread_mutex_unlock(&store->lock);
+                return status;
+            }
         }
-        if (status == 0) {
-            waited = 1;
-            s->error = 0;
-            pthread_cond_wait(&store->done, &store->lock);
-            status = s->error;
-        }
+        waited = 1;
+        s->error = 0;
+        pthread_cond_wait(&store->done, &store->lock);
+        status = s->error;
     }
-    if (status != 0) {
+    if (status == 0) {
+        store->figures.gets++;
+        store->figures.waits_get += waited;
+        store->figures.from_memory += !waited;
+        s->uses++;
+        prefetch(store, s);
         pthread_mutex_unlock(&store->lock);
-        return status;
+        memcpy(bytes, store->memory + s->memory, (size_t)s->nbytes);
+        pthread_mutex_lock(&store->lock);
+        s->uses--;
+        pthread_cond_broadcast(&store->done);
+        free_if_dropped(store, s);
     }
-    store->figures.gets++;
-    store->figures.waits_get += waited;
-    store->figures.from_memory += !waited;
-    s->uses++;
-    prefetch(store, s);
     pthread_mutex_unlock(&store->lock);
-    memcpy(bytes, store->memory + s->memory, (size_t)s->nbytes);
-    pthread_mutex_lock(&store->lock);
-    s->uses--;
-    pthread_cond_broadcast(&store->done);
-    free_if_dropped(store, s);
-    pthread_mutex_unlock(&store->lock);
-    return 0;
+    return status;
 }
 
 void gck_byte_store_drop(gck_byte_store_item *s)

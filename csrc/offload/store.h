@@ -8,15 +8,7 @@
 #define GRADCKPT_STORE_H
 
 #include "offload/file.h"
-
-/* Results below 0, beside those of file.h; above, a result is the errno of a call. */
-enum {
-    GCK_STORE_LARGE = -11,       /* larger than the memory of the store */
-    GCK_STORE_FULL = -12,        /* the file takes nothing any more, and the memory is full                         */
-    GCK_STORE_NO_MEMORY = -13,
-    GCK_STORE_CHANGED = -14,     /* the file gave other bytes than were written                                     */
-    GCK_STORE_FORKED = -15,      /* a child of the process that made it: its threads are not here                   */
-};
+#include "offload/store_status.h"
 
 typedef struct gck_byte_store gck_byte_store;
 typedef struct gck_byte_store_item gck_byte_store_item;
@@ -56,8 +48,5 @@ void gck_byte_store_drop(gck_byte_store_item *stored);
 int64_t gck_byte_store_item_nbytes(const gck_byte_store_item *stored);
 
 void gck_byte_store_read_figures(gck_byte_store *store, gck_byte_store_figures *figures);
-
-/* A sentence's part on what went wrong. */
-const char *gck_byte_store_text(int status);
 
 #endif

@@ -24,7 +24,7 @@ def programs(tmp_path_factory):
         made[name] = tmp_path_factory.mktemp("byte_store") / name
         sources = [
             HELPERS / "offload_store.c",
-            *(CSRC / "offload" / f"{each}.c" for each in ("store", "file", "space")),
+            *(CSRC / "offload" / f"{each}.c" for each in ("store", "store_status", "file", "space")),
         ]
         options = ["-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizers}", f"-I{CSRC}"]
         subprocess.run([gcc, *options, *sources, "-o", made[name], "-lpthread"], check=True)
@@ -69,6 +69,14 @@ def test_each_call_of_the_file_may_go_wrong(programs, folder, fault):
     found = [run(programs["address"], folder, call, fault) for call in range(1, calls, 5)]
     answered = sum(each.get("errors", 0) + each.get("refused", 0) + ("new" in each) for each in found)
     assert (answered == 0) == (fault == "4")  # an interrupted call is made again
+
+
+def test_what_a_full_disk_has_is_still_read(programs, folder):
+    """Also where nothing can leave the memory any more."""
+    calls = run(programs["address"], folder)["calls"]
+    found = [run(programs["address"], folder, call, "full") for call in range(3, calls, 5)]
+    assert sum(each["errors"] for each in found) == 0
+    assert sum(each["refused"] for each in found) > 0
 
 
 def test_directories_that_cannot_be_used(tmp_path):

@@ -3,7 +3,8 @@
  *     offload_store DIRECTORY SEED THREADS STEPS MEMORY_KIB [CALL FAULT]
  *
  * CALL: the number of the call of the file that goes wrong, counted from 1; FAULT: the errno that it sets, "short" or
- * "flip" (a read gives less, or one other bit), "forever": this call and all after it set ENOSPC.  Prints figures. */
+ * "flip" (a read gives less, or one other bit), "forever": this call and all after it set ENOSPC; "full": so do writes
+ * from there on.  Prints figures. */
 #define _GNU_SOURCE
 #include "offload/store.h"
 
@@ -26,7 +27,8 @@ static gck_byte_store *store;
 static int goes_wrong(void)
 {
     const long n = ++calls;
-    return bad_call > 0 && (n == bad_call || (n > bad_call && strcmp(fault, "forever") == 0));
+    return bad_call > 0 && strcmp(fault, "full") != 0
+        && (n == bad_call || (n > bad_call && strcmp(fault, "forever") == 0));
 }
 
 static int fails(void)
@@ -50,7 +52,14 @@ static int faulty_file_system(int fd, int64_t *magic)
 
 static ssize_t faulty_write(int fd, const void *from, size_t nbytes, off_t offset)
 {
-    return fails() == 1 ? -1 : gck_file_system_calls.write(fd, from, nbytes, offset);
+    if (fails() == 1) {
+        return -1;
+    }
+    if (strcmp(fault, "full") == 0 && calls >= bad_call) {
+        errno = ENOSPC;
+        return -1;
+    }
+    return gck_file_system_calls.write(fd, from, nbytes, offset);
 }
 
 static ssize_t faulty_read(int fd, void *to, size_t nbytes, off_t offset)
