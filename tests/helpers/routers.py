@@ -132,7 +132,7 @@ def _sequential(codec):
 def _applied(codec, model):
     """Regions inside each other, which enable() itself does not make."""
     for router in [m for m in model.modules() if isinstance(m, Router)]:
-        regions.choose(router, "", rules.parse_options({"compress": codec}, {}), 1, False).install()
+        regions.choose(router, "", rules.parse_options({"compress": codec}, {}), 1, None).install()
     yield
     gradckpt.disable(model)
 
