@@ -27,8 +27,8 @@ class Offload:
             read next is asked for ahead. Its bytes are checked when they come back.
         host_budget: Of ``"disk"``: bytes of host memory for what goes to the file or comes back,
             ``"1GiB"`` or a number. As long as half of it is enough, nothing is written.
-        prefetch: Of ``"disk"``: how many tensors are read ahead.
-        min_bytes: Of ``"disk"``: smaller tensors stay where they are.
+        prefetch: Of ``"disk"``: how many payloads are read ahead.
+        min_bytes: Of ``"disk"``: smaller payloads stay where they are.
         directory: Of ``"disk"``: where the file is (``/var/tmp``); not in a tmpfs, which is memory.
 
     Raises:
@@ -50,10 +50,15 @@ class Offload:
             object.__setattr__(self, name, parse_bytes(getattr(self, name)))
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"gradckpt: prefetch={self.prefetch!r} is no number of tensors; pass 0 or more")
-        directory = None if self.directory is None else os.fspath(self.directory)
+        directory = None if self.directory is None else self._path()
         object.__setattr__(self, "directory", directory or (_DIRECTORY if self.place == "disk" else None))
         if self.place == "cpu" and self != _plain():
             raise ValueError("gradckpt: only Offload('disk') has a budget, a prefetch and a directory; leave them out")
+
+    def _path(self) -> str:
+        if not isinstance(self.directory, (str, os.PathLike)) or not (path := os.fsdecode(self.directory)):
+            raise TypeError(f"gradckpt: directory={self.directory!r} is no path; pass the name of a folder")
+        return path
 
 
 def _plain() -> Offload:

@@ -5,15 +5,18 @@
 #include "offload/store.h"
 
 #include <errno.h>
+#include <structmember.h>
 
 typedef struct {
     PyObject_HEAD
     gck_byte_store *store;
+    PyObject       *weakrefs;
 } byte_store;
 
 typedef struct {
     PyObject_HEAD
-    gck_byte_store_item *stored;          /* holds the store */
+    PyObject            *owner;           /* the ByteStore, which is found again while it is used */
+    gck_byte_store_item *stored;
 } stored_bytes;
 
 /* ---- StoredBytes ---- */
@@ -26,6 +29,7 @@ static void stored_dealloc(PyObject *op)
     if (self->stored != NULL) {
         gck_byte_store_drop(self->stored);
     }
+    Py_XDECREF(self->owner);
     PyObject_Free(op);
     Py_DECREF((PyObject *)type);
 }
@@ -76,6 +80,9 @@ static void store_dealloc(PyObject *op)
     byte_store *self = (byte_store *)op;
     PyTypeObject *type = Py_TYPE(op);
 
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(op);
+    }
     if (self->store != NULL) {
         Py_BEGIN_ALLOW_THREADS                   /* its threads end */
         gck_byte_store_release(self->store);
@@ -89,7 +96,8 @@ static void store_dealloc(PyObject *op)
 static PyObject *cannot_be_made(const char *directory, int status)
 {
     if (status == GCK_STORE_NO_MEMORY || status == ENOMEM) {
-        return PyErr_NoMemory();
+        PyErr_SetString(PyExc_MemoryError, "gradckpt: offload='disk' finds no memory for its budget; lower host_budget");
+        return NULL;
     }
     PyErr_Format(PyExc_ValueError, "gradckpt: offload='disk' cannot use the directory %s: %s; pass another one, as "
                  "in gradckpt.Offload('disk', directory='/scratch')", directory,
@@ -149,6 +157,7 @@ static PyObject *store_put(PyObject *op, PyObject *args)
     status = gck_byte_store_put(((byte_store *)op)->store, (const void *)(uintptr_t)address, nbytes, &made->stored);
     Py_END_ALLOW_THREADS
     if (status == 0) {
+        made->owner = Py_NewRef(op);
         return (PyObject *)made;
     }
     Py_DECREF((PyObject *)made);
@@ -176,7 +185,13 @@ static PyMethodDef store_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef store_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(byte_store, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot store_slots[] = {
+    {Py_tp_members, store_members},
     {Py_tp_new, store_new},
     {Py_tp_dealloc, store_dealloc},
     {Py_tp_methods, store_methods},

@@ -176,7 +176,7 @@ static int take_memory(gck_byte_store *store, gck_byte_store_item *s, const gck_
         if (!evict(store, end)) {
             int moving = 0;
             for (const gck_byte_store_item *other = store->oldest; other != NULL && !moving; other = other->newer) {
-                moving = is_busy(other);
+                moving = other->memory >= 0 && is_busy(other);
             }
             return moving ? -1 : -2;
         }
@@ -278,7 +278,8 @@ int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **s
     int status;
 
     *store = NULL;
-    if (made == NULL) {
+    if (made == NULL || options->memory > INT64_MAX / 2) {
+        free(made);
         return GCK_STORE_NO_MEMORY;
     }
     made->file.fd = -1;
@@ -295,6 +296,9 @@ int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **s
         void *memory = mmap(NULL, (size_t)made->figures.memory, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         made->memory = memory != MAP_FAILED ? memory : NULL;
+#ifdef MADV_DONTFORK
+        madvise(made->memory, made->memory != NULL ? (size_t)made->figures.memory : 0, MADV_DONTFORK);    /* no child uses it */
+#endif
         status = made->memory == NULL || gck_space_grow(&made->memory_space, made->figures.memory) < 0
                ? GCK_STORE_NO_MEMORY : 0;
     }
@@ -352,7 +356,7 @@ int gck_byte_store_put(gck_byte_store *store, const void *bytes, int64_t nbytes,
     while ((got = take_memory(store, s, NULL)) < 0 && status == 0) {
         write_down_to(store, 0);                 /* it has to be in pieces, or larger than half */
         if (got == -2 && store->writes.first == NULL) {
-            status = GCK_STORE_FULL;
+            status = store->figures.write_error != 0 ? store->figures.write_error : GCK_STORE_FULL;
         } else {
             waited = 1;
             pthread_cond_wait(&store->done, &store->lock);
@@ -412,7 +416,6 @@ static int read_past(gck_byte_store *store, gck_byte_store_item *s, void *bytes)
     void *aligned = NULL;
     int status = GCK_STORE_NO_MEMORY;
 
-    s->uses++;
     pthread_mutex_unlock(&store->lock);
     if (posix_memalign(&aligned, GCK_FILE_ALIGNMENT, (size_t)s->padded) == 0) {
         status = gck_file_read_checked(&store->file, aligned, s->padded, s->file, s->digest);
@@ -422,11 +425,8 @@ static int read_past(gck_byte_store *store, gck_byte_store_item *s, void *bytes)
         free(aligned);
     }
     pthread_mutex_lock(&store->lock);
-    s->uses--;
     store->figures.gets += status == 0;
     store->figures.read += status == 0 ? s->padded : 0;
-    pthread_cond_broadcast(&store->done);
-    free_if_dropped(store, s);
     return status;
 }
 
@@ -439,14 +439,14 @@ int gck_byte_store_get(gck_byte_store_item *s, void *bytes)
         return GCK_STORE_FORKED;
     }
     pthread_mutex_lock(&store->lock);
+    s->uses++;                                   /* else another's read takes its memory before this one wakes */
     while (status == 0 && (s->at == AWAY || s->at == READING)) {
         if (s->at == AWAY) {
             const int got = fetch(store, s, NULL);
             write_down_to(store, got < 0 ? 0 : INT64_MAX);
             if (got == -2 && store->writes.first == NULL) {
                 status = read_past(store, s, bytes);
-                pthread_mutex_unlock(&store->lock);
-                return status;
+                goto done;
             }
         }
         waited = 1;
@@ -458,15 +458,15 @@ int gck_byte_store_get(gck_byte_store_item *s, void *bytes)
         store->figures.gets++;
         store->figures.waits_get += waited;
         store->figures.from_memory += !waited;
-        s->uses++;
         prefetch(store, s);
         pthread_mutex_unlock(&store->lock);
         memcpy(bytes, store->memory + s->memory, (size_t)s->nbytes);
         pthread_mutex_lock(&store->lock);
-        s->uses--;
-        pthread_cond_broadcast(&store->done);
-        free_if_dropped(store, s);
     }
+done:
+    s->uses--;
+    pthread_cond_broadcast(&store->done);
+    free_if_dropped(store, s);
     pthread_mutex_unlock(&store->lock);
     return status;
 }

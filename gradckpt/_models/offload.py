@@ -8,7 +8,10 @@ as payloads: they are compressed first, then copied.
 from __future__ import annotations
 
 import functools
+import os
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -42,71 +45,83 @@ def _to_host() -> save_on_cpu:
 
 
 class _OnDisk(NamedTuple):
-    """A tensor that is in a store."""
+    """The bytes of a payload, which are in a store."""
 
     stored: _C.StoredBytes
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
+    nbytes: int
     device: torch.device
 
 
-@functools.cache
+class _Kept(NamedTuple):
+    """What stays where it is; torch checks no version under hooks."""
+
+    tensor: torch.Tensor
+    version: int | None
+
+
+#: By process, since threads end with it, and settings; the latest one stays open between steps.
+_stores: weakref.WeakValueDictionary[tuple[int, Offload], _C.ByteStore] = weakref.WeakValueDictionary()
+_latest: list[_C.ByteStore] = []
+_lock = threading.Lock()
+
+
 def store_of(offload: Offload) -> _C.ByteStore:
-    """Return the store of these settings, which all regions share.
+    """Return the store of these settings, which all regions of the process share.
 
     Raises:
         ValueError: The directory cannot be used.
     """
-    return _C.ByteStore(str(offload.directory), int(offload.host_budget), offload.prefetch)
+    with _lock:
+        key = os.getpid(), offload
+        store = _stores.get(key)
+        if store is None:
+            store = _C.ByteStore(str(offload.directory), int(offload.host_budget), offload.prefetch)
+            _stores[key] = store
+        _latest[:] = [store]
+        return store
 
 
 @functools.cache
 def _say(why: str) -> None:
     warnings.warn(
-        f"gradckpt: offload='disk' keeps tensors in memory: {why}; free that, or raise host_budget of "
-        "gradckpt.Offload (said once)",
+        f"gradckpt: offload='disk' keeps payloads in memory from here on: {why}; pass another directory or "
+        "host_budget, as in gradckpt.Offload('disk', host_budget='4GiB')",
         GradckptInactiveWarning,
         stacklevel=2,
     )
 
 
-def _is_of_a_leaf(x: torch.Tensor) -> bool:
-    """Return whether it is a parameter or a view of one, which exists anyway."""
-    base = x if x._base is None else x._base
-    return base.is_leaf and base.requires_grad
-
-
-def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a dense tensor, uint8."""
-    return x.as_strided((x.numel(),), (1,), x.storage_offset()).view(torch.uint8)
-
-
-def _pack(offload: Offload, x: torch.Tensor) -> torch.Tensor | _OnDisk:
-    if x.numel() * x.element_size() < offload.min_bytes or type(x) is not torch.Tensor:  # type: ignore[operator]
-        return x
-    if x.layout is not torch.strided or x.device.type == "meta" or _is_of_a_leaf(x):
-        return x
-    with torch.no_grad():
-        # A copy in the order of memory, where it has holes or shares values.
-        dense = x.detach().to("cpu")
-        if not torch.ops.aten.is_non_overlapping_and_dense(dense):
-            dense = dense.clone(memory_format=torch.contiguous_format)
-        memory = _bytes_of(dense.resolve_conj().resolve_neg())
-    stored = store_of(offload).put(memory.data_ptr(), memory.numel())
-    if isinstance(stored, str):
+def _pack(offload: Offload, x: torch.Tensor) -> _Kept | _OnDisk:
+    """Move what is the bytes of a payload; all else stays: arguments that are not compressed, which
+    other regions or the model hold, too.
+    """
+    plain = type(x) is torch.Tensor and x.dtype is torch.uint8 and x.dim() == 1 and x.is_contiguous()
+    if plain and x.numel() >= offload.min_bytes and x.device.type != "meta":  # type: ignore[operator]
+        memory = x.detach().to("cpu")
+        stored = store_of(offload).put(memory.data_ptr(), memory.numel())
+        if not isinstance(stored, str):
+            return _OnDisk(stored, x.numel(), x.device)
         _say(stored)
-        return x
-    return _OnDisk(stored, x.dtype, x.size(), dense.stride(), x.device)
+    return _Kept(x.detach(), None if x.is_inference() else x._version)
 
 
-def _unpack(kept: torch.Tensor | _OnDisk) -> torch.Tensor:
-    if isinstance(kept, torch.Tensor):
-        return kept
-    with torch.no_grad():
-        x = torch.empty_strided(kept.size, kept.stride, dtype=kept.dtype)
-        kept.stored.get(_bytes_of(x).data_ptr())
-        return x.to(kept.device)
+def _unpack(kept: _Kept | _OnDisk) -> torch.Tensor:
+    if isinstance(kept, _Kept):
+        if kept.version is not None and kept.tensor._version != kept.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{kept.tensor.type()} {list(kept.tensor.shape)}] is at version {kept.tensor._version}; expected "
+                f"version {kept.version} instead."
+            )
+        return kept.tensor
+    x = torch.empty(kept.nbytes, dtype=torch.uint8, device="cpu")
+    if type(x) is not torch.Tensor:
+        raise RuntimeError(
+            "gradckpt: a payload on a disk cannot come back while a mode makes other tensors (FakeTensorMode); run "
+            "the backward outside of it"
+        )
+    kept.stored.get(x.data_ptr())
+    return x.to(kept.device)
 
 
 # ---- regions
@@ -132,7 +147,11 @@ def _inputs_alone(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def offloaded(offload: Offload, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run :func:`of_layer` with the inputs in another place."""
+    """Run :func:`of_layer` with the inputs in another place. On a disk they are payloads, raw ones
+    if nothing else is asked for.
+    """
+    if offload.place == "disk" and kwargs.get("compress") is None:
+        kwargs["compress"] = "raw"
     with to_place(offload):
         return of_layer(function, *args, **_inputs_alone(kwargs))
 

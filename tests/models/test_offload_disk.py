@@ -1,9 +1,11 @@
 """offload="disk": the same values, less memory, no file that stays."""
 
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -79,6 +81,97 @@ def test_a_second_backward_and_another_order(place):
         assert torch.equal(torch.autograd.grad(losses[i], x)[0], expected[i])
     del losses
     assert store_of(place).figures()["memory_used"] == 0
+
+
+LAYOUTS = {
+    "slice of rows": lambda h: h[:, :200],
+    "every other value": lambda h: h[:, ::2],
+    "transposed": lambda h: h.t(),
+    "expanded": lambda h: h[:1].expand(256, 256),
+    "negated": lambda h: torch._neg_view(h),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_recompute_sees_the_layout_of_the_forward(place, layout):
+    """Sums over other strides have other last bits, and a branch on them another result."""
+
+    class Sums(nn.Module):
+        def forward(self, x):
+            x = x if x.is_contiguous() else 2 * x
+            return (x / x.norm()) * x.mean() * x.sum()
+
+    def run(offload):
+        torch.manual_seed(0)
+        leaf = torch.randn(256, 256, requires_grad=True)
+        net = nn.Sequential(Sums(), Sums())
+        with gradckpt.enable(net, None, modules=Sums, offload=offload):
+            (gradient,) = torch.autograd.grad(net(LAYOUTS[layout](leaf * 1)).sum(), leaf)
+        return gradient
+
+    assert torch.equal(run(place), run(False))
+
+
+@pytest.mark.parametrize("options", [{"compress": None}, {"compress": "int8", "recompute": False}])
+def test_a_write_in_place_is_refused_as_without(place, options):
+    net = nn.Sequential(Block(), Block())
+    x = torch.randn(512, 64, requires_grad=True)
+    with gradckpt.enable(net, modules=Block, offload=place, **options):
+        loss = net(x).sum()
+        with torch.no_grad():
+            x.mul_(0)
+            net[0].up.weight.mul_(0)
+            net[1].up.weight.mul_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_weights_and_masks_stay(place):
+    """Also where nothing is recomputed: autograd saves the weights, too."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(512, 512)
+
+        def forward(self, x, mask):
+            return self.linear(x).masked_fill(mask, 0)
+
+    net = nn.ModuleList(Masked() for _ in range(3))
+    for recompute in (True, False):
+        with gradckpt.enable(net, modules=Masked, offload=place, recompute=recompute):
+            h, mask = torch.randn(2, 512, requires_grad=True) * 1, torch.rand(64, 2, 512) > 0.5
+            for layer in net:
+                h = layer(h, mask).mean(0)
+            h.sum().backward()
+        # Saved masks are payloads of 8 KiB; a weight has 1 MiB, and the mask as it is 64 KiB.
+        assert store_of(place).figures()["memory_peak"] <= (0 if recompute else 3 * 8 << 10)
+
+
+def test_threads_share_a_store_and_its_little_memory(place):
+    """Of as many bytes as one of them needs at a time."""
+    tight = dataclasses.replace(place, host_budget=64 << 10)
+    found, want = {}, {}
+
+    def train(seed, offload, into):
+        net = nn.Sequential(*(Block() for _ in range(4)))
+        x = torch.full((256, 64), seed / 8).requires_grad_()
+        for p in net.parameters():
+            nn.init.constant_(p, 0.01 * seed)
+        for block in net:
+            gradckpt.enable(block, None, modules=block, offload=offload)
+        (into[seed],) = torch.autograd.grad(net(x * 1).sum(), x)
+
+    for offload, into in ((False, want), (tight, found)):
+        threads = [threading.Thread(target=train, args=(seed, offload, into)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(found[seed], want[seed]) for seed in range(6))
+    figures = store_of(tight).figures()
+    assert figures["gets"] >= 6 * 3
+    assert figures["read"] <= 4 * figures["gets"] * (64 << 10)
 
 
 def test_the_settings_of_a_model_name_it(place):
