@@ -96,7 +96,8 @@ static void store_dealloc(PyObject *op)
 static PyObject *cannot_be_made(const char *directory, int status)
 {
     if (status == GCK_STORE_NO_MEMORY || status == ENOMEM) {
-        PyErr_SetString(PyExc_MemoryError, "gradckpt: offload='disk' finds no memory for its budget; lower host_budget");
+        PyErr_SetString(PyExc_MemoryError,
+                        "gradckpt: offload='disk' finds no memory for its budget; lower host_budget");
         return NULL;
     }
     PyErr_Format(PyExc_ValueError, "gradckpt: offload='disk' cannot use the directory %s: %s; pass another one, as "
