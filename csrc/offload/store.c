@@ -297,7 +297,7 @@ int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **s
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         made->memory = memory != MAP_FAILED ? memory : NULL;
 #ifdef MADV_DONTFORK
-        madvise(made->memory, made->memory != NULL ? (size_t)made->figures.memory : 0, MADV_DONTFORK);    /* no child uses it */
+        madvise(made->memory, made->memory != NULL ? (size_t)made->figures.memory : 0, MADV_DONTFORK);
 #endif
         status = made->memory == NULL || gck_space_grow(&made->memory_space, made->figures.memory) < 0
                ? GCK_STORE_NO_MEMORY : 0;
