@@ -14,6 +14,7 @@ __all__ = ["Offload", "parse_offload"]
 #: The file's directory: kept across reboots, so hardly ever in memory.
 _DIRECTORY = "/var/tmp"
 _PLACES = ("cpu", "disk")
+_SIZES = ("host_budget", "min_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,27 +47,21 @@ class Offload:
     def __post_init__(self) -> None:
         if self.place not in _PLACES:
             raise ValueError(f"gradckpt: offload={self.place!r} is no place; pass 'cpu' or 'disk'")
-        for name in ("host_budget", "min_bytes"):
+        for name in _SIZES:
             object.__setattr__(self, name, parse_bytes(getattr(self, name)))
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"gradckpt: prefetch={self.prefetch!r} is no number of tensors; pass 0 or more")
         directory = None if self.directory is None else self._path()
         object.__setattr__(self, "directory", directory or (_DIRECTORY if self.place == "disk" else None))
-        if self.place == "cpu" and self != _plain():
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults |= {name: parse_bytes(defaults[name]) for name in _SIZES}
+        if self.place == "cpu" and vars(self) != defaults:
             raise ValueError("gradckpt: only Offload('disk') has a budget, a prefetch and a directory; leave them out")
 
     def _path(self) -> str:
         if not isinstance(self.directory, (str, os.PathLike)) or not (path := os.fsdecode(self.directory)):
             raise TypeError(f"gradckpt: directory={self.directory!r} is no path; pass the name of a folder")
         return path
-
-
-def _plain() -> Offload:
-    made = object.__new__(Offload)
-    for field in dataclasses.fields(Offload):
-        value = parse_bytes(field.default) if field.name in ("host_budget", "min_bytes") else field.default
-        object.__setattr__(made, field.name, value)
-    return made
 
 
 def parse_offload(offload: Any) -> Offload | None:

@@ -15,7 +15,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject            *owner;           /* the ByteStore, which is found again while it is used */
+    PyObject            *owner;           /* the ByteStore */
     gck_byte_store_item *stored;
 } stored_bytes;
 
@@ -85,7 +85,7 @@ static void store_dealloc(PyObject *op)
     }
     if (self->store != NULL) {
         Py_BEGIN_ALLOW_THREADS                   /* its threads end */
-        gck_byte_store_release(self->store);
+        gck_byte_store_free(self->store);
         Py_END_ALLOW_THREADS
     }
     PyObject_Free(op);

@@ -51,7 +51,6 @@ struct gck_byte_store {
     pthread_cond_t  work, done;  /* for the threads; for the callers */
     pthread_t       threads[MOST_THREADS];
     int             n, ending;
-    int64_t         owners;
     pid_t           process;
     int             prefetch;
     char           *memory;
@@ -62,6 +61,12 @@ struct gck_byte_store {
     int64_t         dirty;       /* bytes at HERE */
     gck_byte_store_figures figures;
 };
+
+/* To what the file moves at once. */
+static int64_t padded(int64_t nbytes)
+{
+    return (nbytes + GCK_FILE_ALIGNMENT - 1) / GCK_FILE_ALIGNMENT * GCK_FILE_ALIGNMENT;
+}
 
 static void push(queue *q, gck_byte_store_item *s)
 {
@@ -249,20 +254,21 @@ static void *run(void *argument)
 
 /* ---- the store ---- */
 
-static void end(gck_byte_store *store)
+void gck_byte_store_free(gck_byte_store *store)
 {
-    if (store->process == getpid()) {
-        pthread_mutex_lock(&store->lock);
-        store->ending = 1;
-        pthread_cond_broadcast(&store->work);
-        pthread_mutex_unlock(&store->lock);
-        for (int i = 0; i < store->n; i++) {
-            pthread_join(store->threads[i], NULL);
-        }
-        pthread_cond_destroy(&store->work);
-        pthread_cond_destroy(&store->done);
-        pthread_mutex_destroy(&store->lock);
+    if (store->process != getpid()) {            /* its lock may be held for ever */
+        return;
     }
+    pthread_mutex_lock(&store->lock);
+    store->ending = 1;
+    pthread_cond_broadcast(&store->work);
+    pthread_mutex_unlock(&store->lock);
+    for (int i = 0; i < store->n; i++) {
+        pthread_join(store->threads[i], NULL);
+    }
+    pthread_cond_destroy(&store->work);
+    pthread_cond_destroy(&store->done);
+    pthread_mutex_destroy(&store->lock);
     gck_file_close(&store->file);
     gck_space_clear(&store->memory_space);
     gck_space_clear(&store->file_space);
@@ -284,9 +290,8 @@ int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **s
     }
     made->file.fd = -1;
     made->process = getpid();
-    made->owners = 1;
     made->prefetch = options->prefetch;
-    made->figures.memory = (options->memory + GCK_FILE_ALIGNMENT - 1) / GCK_FILE_ALIGNMENT * GCK_FILE_ALIGNMENT;
+    made->figures.memory = padded(options->memory);
     pthread_mutex_init(&made->lock, NULL);
     pthread_cond_init(&made->work, NULL);
     pthread_cond_init(&made->done, NULL);
@@ -307,31 +312,11 @@ int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **s
         made->n += status == 0;
     }
     if (status != 0) {
-        end(made);
+        gck_byte_store_free(made);
         return status;
     }
     *store = made;
     return 0;
-}
-
-/* With the lock, which it gives back. */
-static void leave(gck_byte_store *store)
-{
-    const int last = --store->owners == 0;
-
-    pthread_mutex_unlock(&store->lock);
-    if (last) {
-        end(store);
-    }
-}
-
-void gck_byte_store_release(gck_byte_store *store)
-{
-    if (store->process != getpid()) {            /* its lock may be held for ever */
-        return;
-    }
-    pthread_mutex_lock(&store->lock);
-    leave(store);
 }
 
 int gck_byte_store_put(gck_byte_store *store, const void *bytes, int64_t nbytes, gck_byte_store_item **stored)
@@ -350,7 +335,7 @@ int gck_byte_store_put(gck_byte_store *store, const void *bytes, int64_t nbytes,
         return GCK_STORE_NO_MEMORY;
     }
     *s = (gck_byte_store_item){.store = store, .nbytes = nbytes, .memory = -1, .file = -1, .at = FILLING};
-    s->padded = (nbytes + GCK_FILE_ALIGNMENT - 1) / GCK_FILE_ALIGNMENT * GCK_FILE_ALIGNMENT;
+    s->padded = padded(nbytes);
     pthread_mutex_lock(&store->lock);
     write_down_to(store, store->figures.memory / 2 - s->padded);
     while ((got = take_memory(store, s, NULL)) < 0 && status == 0) {
@@ -370,7 +355,6 @@ int gck_byte_store_put(gck_byte_store *store, const void *bytes, int64_t nbytes,
     s->older = store->newest;
     *(store->newest != NULL ? &store->newest->newer : &store->oldest) = s;
     store->newest = s;
-    store->owners++;
     store->figures.puts++;
     store->figures.waits_put += waited;
     pthread_mutex_unlock(&store->lock);
@@ -481,7 +465,7 @@ void gck_byte_store_drop(gck_byte_store_item *s)
     pthread_mutex_lock(&store->lock);
     s->dropped = 1;
     free_if_dropped(store, s);
-    leave(store);
+    pthread_mutex_unlock(&store->lock);
 }
 
 int64_t gck_byte_store_item_nbytes(const gck_byte_store_item *stored) { return stored->nbytes; }

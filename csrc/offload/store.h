@@ -30,11 +30,11 @@ typedef struct {
     int     write_error;                          /* why nothing is written any more; 0: it is   */
 } gck_byte_store_figures;
 
-/* 0 and *store, which has one owner; else why not. */
+/* 0 and *store; else why not. */
 int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **store);
 
-/* Another owner, such as each of the bytes below; the last one ends its threads and the file. */
-void gck_byte_store_release(gck_byte_store *store);
+/* End its threads and its file; all that it held was dropped. */
+void gck_byte_store_free(gck_byte_store *store);
 
 /* Copy these bytes into it.  0 and *stored; else why not, and the caller keeps them. */
 int gck_byte_store_put(gck_byte_store *store, const void *bytes, int64_t nbytes, gck_byte_store_item **stored);

@@ -171,7 +171,7 @@ int main(int argc, char **argv)
         usleep(1000);
         gck_byte_store_read_figures(store, &f);
     }
-    gck_byte_store_release(store);
+    gck_byte_store_free(store);
     printf("{\"calls\": %ld, \"errors\": %ld, \"wrong\": %ld, \"refused\": %ld, \"puts\": %lld, \"gets\": %lld, "
            "\"from_memory\": %lld, \"memory_used\": %lld, \"memory_peak\": %lld, \"file_used\": %lld, \"file_peak\": "
            "%lld, \"written\": %lld, \"read\": %lld, \"write_error\": %d}\n",

@@ -135,10 +135,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def _nothing_unordered_is_left():
-    virtual_device.late()
-    virtual_device.reports()
-    yield
-    assert virtual_device.reports() == []
+    with virtual_device.in_order():
+        yield
 
 
 def pytest_sessionfinish():

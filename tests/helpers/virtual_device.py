@@ -156,6 +156,15 @@ def reports():
     return json.loads(library().virtual_take_reports())
 
 
+@contextlib.contextmanager
+def in_order():
+    """A block in which nothing unordered happens, or the block takes its reports itself."""
+    late()
+    reports()
+    yield
+    assert reports() == []
+
+
 def late():
     """Run queued work as late as possible (this is the default)."""
     _call("virtual_set_mode", 0, 0)
