@@ -156,6 +156,11 @@ def offloaded(offload: Offload, function: Callable[..., Any], /, *args: Any, **k
         return of_layer(function, *args, **_inputs_alone(kwargs))
 
 
+def region_at(offload: Offload | None) -> Callable[..., Any]:
+    """Return ``gradckpt.checkpoint``, with the inputs in this place."""
+    return checkpoint if offload is None else functools.partial(offloaded, offload)
+
+
 def offloaded_stock(offload: Offload, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run ``torch.utils.checkpoint.checkpoint`` with the inputs in another place."""
     with to_place(offload):

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from gradckpt._C import checkpoint as region_checkpoint
 from gradckpt._C import eligible
 from gradckpt._config import CompressionConfig
 from gradckpt._engine.arguments import own_keywords
@@ -36,7 +35,7 @@ from gradckpt._models import activity
 from gradckpt._models.caches import with_caches
 from gradckpt._models.dtensors import localized
 from gradckpt._models.kinds import Tree, has_forward
-from gradckpt._models.offload import offloaded, to_place
+from gradckpt._models.offload import region_at, to_place
 from gradckpt._models.overlap import check_around, is_wrapper
 from gradckpt._models.ranks import RankCheck, spell
 from gradckpt._models.rules import Rules, Settings, comparable, is_saved, parse_rules, resolve, summary
@@ -251,9 +250,7 @@ class Region:
         if self.saves is not None:
             return self._save(self.saves, forward, args, kwargs, compiled)
         forward, args, kwargs = prepare(forward, args, kwargs, self.settings["compress"], compiled)
-        offload = self.offload
-        checkpoint = region_checkpoint if offload is None else functools.partial(offloaded, offload)
-        return checkpoint(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
+        return region_at(self.offload)(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
 
     def _save(
         self, saves: compress_saved, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], compiled: bool

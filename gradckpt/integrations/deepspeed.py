@@ -13,7 +13,6 @@ state in the forward.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,9 +25,8 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import (
 )
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from gradckpt._C import checkpoint as region_checkpoint
 from gradckpt._engine.arguments import check_bool, own_keywords
-from gradckpt._models.offload import offloaded
+from gradckpt._models.offload import region_at
 from gradckpt._models.rules import parse_options
 from gradckpt._offload import Offload
 
@@ -91,9 +89,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     function = own_keywords(function, kwargs)
     if states:
         function = _Tracked(function, states)
-    offload = settings.offload
-    run = region_checkpoint if offload is None else functools.partial(offloaded, offload)
-    found = run(function, *args, **settings.options, **kwargs)
+    found = region_at(settings.offload)(function, *args, **settings.options, **kwargs)
     if isinstance(found, (tuple, list)):
         return found[0] if len(found) == 1 else tuple(found)
     return found

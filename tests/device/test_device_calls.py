@@ -2,15 +2,11 @@
 arguments torch parses, are counted where call_faults.c would let them fail."""
 
 import ctypes
-import platform
-import shutil
-import subprocess
 import sys
-import sysconfig
 
+import led_calls
 import pytest
 import torch
-from checkout import HELPERS
 
 import gradckpt
 from gradckpt import _C
@@ -29,13 +25,7 @@ def _names(names):
 
 @pytest.fixture(scope="module")
 def counter(tmp_path_factory):
-    gcc = shutil.which("gcc")
-    if gcc is None or platform.machine() != "x86_64" or sys.platform != "linux":
-        pytest.skip("the calls are led through code for x86-64 Linux, by gcc")
-    path = tmp_path_factory.mktemp("calls") / "calls.so"
-    options = ["-O1", "-fPIC", "-shared", "-D_GNU_SOURCE", f"-I{sysconfig.get_path('include')}"]
-    subprocess.run([gcc, *options, HELPERS / "call_faults.c", "-o", path], check=True)
-    library = ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(led_calls.build(tmp_path_factory.mktemp("calls"))))
     library.call_faults_begin.argtypes = [ctypes.c_long, ctypes.py_object]
     library.call_faults_end.restype = ctypes.c_long
     library.call_faults_install(str(_C.__file__).encode(), _names(CALLS), _names([]), _names([]), _names([]))

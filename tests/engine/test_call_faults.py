@@ -2,14 +2,11 @@
 error arrives, nothing is left behind, and the program runs as before afterwards."""
 
 import json
-import os
-import platform
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 
+import led_calls
 import pytest
 from call_faults import CASES
 from checkout import HELPERS, ROOT
@@ -22,15 +19,7 @@ SHARES = 6
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    gcc, include = shutil.which("gcc"), sysconfig.get_path("include")
-    if gcc is None or not os.path.exists(os.path.join(include, "Python.h")):
-        pytest.skip("gcc or Python.h not found")
-    if platform.machine() != "x86_64" or sys.platform != "linux":
-        pytest.skip("the calls are led through code for x86-64 Linux")
-    path = tmp_path_factory.mktemp("call_faults") / "call_faults.so"
-    options = ["-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", f"-I{include}"]
-    subprocess.run([gcc, *options, HELPERS / "call_faults.c", "-o", path], check=True)
-    return path
+    return led_calls.build(tmp_path_factory.mktemp("call_faults"))
 
 
 @pytest.mark.parametrize("share", range(SHARES))

@@ -24,7 +24,7 @@ def test_only_training_with_grad_is_checkpointed(monkeypatch):
     model.eval()
     model.layers[0].train()
     assert regions_of(model) == 1
-    monkeypatch.setattr(regions, "region_checkpoint", None)
+    monkeypatch.setattr(regions, "region_at", None)
     with torch.no_grad():
         model(torch.randn(2, 8))
     model.eval()(torch.randn(2, 8)).sum().backward()
