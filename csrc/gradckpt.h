@@ -234,6 +234,25 @@ int gck_isa_force(const char *name);
 /* 1 when the CPU supports it, else 0; -1: unknown name. */
 int gck_isa_supported(const char *name);
 
+/* Copies between a device of a kind and host memory, for offload/.  Each function returns GCK_OK or a status > 0, and
+ * waits for nothing unless it says so.  Streams and events are the device's own. */
+typedef struct {
+    int  (*stream_new)(int index, void **stream);        /* one that waits for no other                     */
+    void (*stream_free)(int index, void *stream);
+    int  (*event_new)(int index, void **event);
+    void (*event_free)(int index, void *event);
+    int  (*record)(int index, void *event, void *stream);
+    int  (*wait)(int index, void *stream, void *event);  /* the stream waits                                */
+    int  (*is_done)(int index, void *event, int *done);
+    int  (*finish)(int index, void *event);              /* the caller waits                                */
+    /* Where the host's memory is not pinned they may wait. */
+    int  (*copy_out)(int index, void *stream, void *host, const void *device, int64_t nbytes);
+    int  (*copy_in)(int index, void *stream, void *device, const void *host, int64_t nbytes);
+    int  (*pin)(int index, void *memory, int64_t nbytes);   /* for copies of all devices of the kind      */
+    void (*unpin)(int index, void *memory);
+    int  (*is_shared)(int index, int *shared);           /* the device's memory is the host's               */
+} gck_link;
+
 /* A kind of device: what codecs and engine need of it.  Launch, stream and memory of devices go through this
  * table alone.  CUDA is the first kind, and tests add one of their own (tests/device). */
 typedef struct {
@@ -257,6 +276,7 @@ typedef struct {
     uint32_t *(*words)(int index, int n);
     /* A sentence about a status > 0, borrowed until this thread asks again. */
     const char *(*error)(int status);
+    const gck_link *link;        /* NULL: nothing is offloaded from it                            */
 } gck_device_kind;
 
 /* The number of device `index` of a kind, as gck_tensor.device has it, and back. */

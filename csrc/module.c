@@ -6,8 +6,8 @@
 #include "torch/ops.h"
 #include "torch/paper.h"
 #include "torch/tensor.h"
-#include "engine/byte_store.h"
 #include "engine/memory_use.h"
+#include "engine/place.h"
 #include "engine/region_choice.h"
 #include "engine/state.h"
 #include "engine/payload/eligible.h"
@@ -253,15 +253,15 @@ static PyMethodDef methods[] = {
     {"hooks_are_lossy", gck_saved_hooks_are_lossy_py, METH_NOARGS,
      "hooks_are_lossy()\n--\n\nReturn whether the innermost saved-tensor hooks are ours and keep tensors lossily."},
     {"saved_push", gck_saved_hooks_push, METH_VARARGS,
-     "saved_push(compress, formats, /)\n--\n\nPush the hooks of gradckpt.compress_saved()."},
+     "saved_push(compress, formats, place, /)\n--\n\nPush the hooks of gradckpt.compress_saved()."},
     {"saved_pair", gck_saved_hooks_pair, METH_VARARGS,
-     "saved_pair(compress, formats, /)\n--\n\nReturn (pack, unpack) of gradckpt.compress_saved()."},
+     "saved_pair(compress, formats, place, /)\n--\n\nReturn (pack, unpack) of gradckpt.compress_saved()."},
     {"saved_roles", gck_saved_roles, METH_NOARGS,
      "saved_roles()\n--\n\nReturn what a lossy codec may encode: (node, argument, operators or None, how)."},
     {"saved_pop", gck_saved_hooks_pop, METH_O,
      "saved_pop(failed, /)\n--\n\nPop the hooks of gradckpt.compress_saved()."},
     {"saved_call", gck_saved_hooks_call, METH_VARARGS,
-     "saved_call(compress, formats, function, args, kwargs, /)\n--\n\n"
+     "saved_call(compress, formats, place, function, args, kwargs, /)\n--\n\n"
      "Call a function under gradckpt.compress_saved()."},
     {"rounding_state", rounding_state, METH_NOARGS,
      "rounding_state()\n--\n\nReturn the state as gradckpt.config.get_rounding_state() does."},
@@ -454,6 +454,7 @@ static int module_exec(PyObject *module)
         || (state->Context = add_type(module, &gck_context_spec)) == NULL
         || (state->SavedHooks = add_type(module, &gck_saved_hooks_spec)) == NULL
         || (state->SavedTensor = add_type(module, &gck_saved_tensor_spec)) == NULL
+        || (state->Place = add_type(module, &gck_place_spec)) == NULL
         || (state->stateless = PyDict_New()) == NULL
         || (state->closed = PyDict_New()) == NULL
         || gck_node_classes(module, state) < 0
@@ -462,7 +463,7 @@ static int module_exec(PyObject *module)
     }
     return add_compat(module) < 0 || add_constants(module) < 0 || PyModule_AddType(module, state->Context) < 0
         || PyModule_AddType(module, state->SavedTensor) < 0 || PyModule_AddType(module, state->Payload) < 0
-        || gck_byte_store_types(module, state) < 0 ? -1 : 0;
+        || PyModule_AddType(module, state->Place) < 0 ? -1 : 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)

@@ -6,6 +6,7 @@ from torch.nn import Module
 from typing_extensions import Buffer, disjoint_base
 
 from gradckpt._config import Compress
+from gradckpt._offload import OffloadLike
 from gradckpt.policies import PolicyLike
 
 _P = ParamSpec("_P")
@@ -33,7 +34,7 @@ class Payload:
 class SelectiveRecompute(torch.autograd.Function):
     @staticmethod
     def apply(
-        function: Callable[..., _R], policy: Any, /, *args: Any, compress: Compress = None, **kwargs: Any
+        function: Callable[..., _R], policy: Any, /, *args: Any, compress: Compress = None, offload: OffloadLike = None, **kwargs: Any
     ) -> _R: ...
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any: ...
@@ -57,13 +58,17 @@ class SavedTensor:
     def restore(self) -> torch.Tensor: ...
 
 @final
-class StoredBytes:
-    def get(self, address: int, /) -> None: ...
-
-@final
-class ByteStore:
-    def __new__(cls, directory: str, memory: int, prefetch: int = 2) -> Self: ...
-    def put(self, address: int, nbytes: int, /) -> StoredBytes | str: ...
+class Place:
+    def __new__(
+        cls,
+        directory: str | None,
+        host_budget: int,
+        ring: int,
+        held: int,
+        prefetch: int,
+        min_bytes: int,
+        payloads: int,
+    ) -> Self: ...
     def figures(self) -> dict[str, int]: ...
 
 @type_check_only
@@ -111,6 +116,7 @@ def checkpoint(
     *args: Any,
     compress: Compress = None,
     policy: PolicyLike = None,
+    offload: OffloadLike = None,
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], tuple[Any, Any]] | None = None,
@@ -126,6 +132,7 @@ def checkpoint(
     *,
     compress: Compress = None,
     policy: PolicyLike = None,
+    offload: OffloadLike = None,
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], tuple[Any, Any]] | None = None,
@@ -198,15 +205,16 @@ def forget_types() -> None: ...
 def guard_hooks(hooks: dict[int, Any], type: type, kind: type, /) -> None: ...
 def encode(x: Any, codec: str, dither: tuple[int, int, int] | None = None, /) -> Payload: ...
 def hooks_are_lossy() -> bool: ...
-def saved_push(compress: Any, formats: _Formats, /) -> None: ...
+def saved_push(compress: Any, formats: _Formats, place: Place | None, /) -> None: ...
 def saved_pair(
-    compress: Any, formats: _Formats, /
+    compress: Any, formats: _Formats, place: Place | None, /
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]: ...
 def saved_roles() -> list[tuple[str, str, str | None, str]]: ...
 def saved_pop(failed: bool, /) -> None: ...
 def saved_call(
     compress: Any,
     formats: _Formats,
+    place: Place | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -1,36 +1,52 @@
-"""Where checkpoints live while the backward does not need them: :class:`Offload`."""
+"""Where payloads live while the backward does not need them: :class:`Offload`."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+from gradckpt._host_memory import free_host_memory
 from gradckpt._sizes import parse_bytes
 
-__all__ = ["Offload", "parse_offload"]
+__all__ = ["Offload", "OffloadLike", "parse_offload"]
 
 #: The file's directory: kept across reboots, so hardly ever in memory.
 _DIRECTORY = "/var/tmp"
 _PLACES = ("cpu", "disk")
-_SIZES = ("host_budget", "min_bytes")
+_BUDGETS = {"cpu": "80%", "disk": "1GiB"}
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_FALLBACKS = ("device", "error")
 
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """The place of checkpoints between forward and backward; the argument ``offload=`` of
-    :func:`gradckpt.enable`.
+    """The place of payloads between forward and backward; the argument ``offload=`` of
+    :func:`gradckpt.enable`, :func:`gradckpt.checkpoint` and the others.
+
+    Payloads of a device are written into a ring, a part of its memory of fixed size. Streams beside
+    the training copy them from there to pinned host memory, and back before the backward needs
+    them. What is not compressed moves as it is (the codec ``raw``).
 
     Args:
-        place: ``"cpu"``: host memory, by torch's ``save_on_cpu``. ``"disk"``: a file without a
-            name, written and read by threads beside the training, without the page cache; what is
-            read next is asked for ahead. Its bytes are checked when they come back.
-        host_budget: Of ``"disk"``: bytes of host memory for what goes to the file or comes back,
-            ``"1GiB"`` or a number. As long as half of it is enough, nothing is written.
-        prefetch: Of ``"disk"``: how many payloads are read ahead.
-        min_bytes: Of ``"disk"``: smaller payloads stay where they are.
+        place: ``"cpu"``: host memory; for what is in host memory already, nothing is done.
+            ``"disk"``: host memory up to the budget, and a file without a name, which threads write
+            and read without the page cache. What comes back from it is checked.
+        host_budget: Bytes of host memory, ``"64GiB"``, a number, or of what is free now, ``"80%"``
+            (the default of ``"cpu"``; of ``"disk"`` it is ``"1GiB"``, of which half is used before
+            anything is written). It is taken as it is needed, and never given back before the end.
+        ring: Bytes of the ring of a device; ``"auto"``: three times the largest payload of a
+            region, 16 times that of :class:`gradckpt.compress_saved`.
+        prefetch: How many payloads come back ahead of the one that is read.
+        keep_last: The newest bytes in the ring that are not copied, since the backward reads them
+            first; ``"auto"``: a third of it.
+        min_bytes: Smaller payloads stay where they are.
         directory: Of ``"disk"``: where the file is (``/var/tmp``); not in a tmpfs, which is memory.
+        fallback: What happens where the host has no room, or a device refuses: ``"device"``: the
+            payload stays where it is, which is said once and counted in ``stats()["offload"]``;
+            ``"error"``.
 
     Raises:
         ValueError, TypeError: The place is unknown, a size is none, or an option is not of this
@@ -39,29 +55,56 @@ class Offload:
 
     place: Literal["cpu", "disk"] = "cpu"
     _: dataclasses.KW_ONLY
-    host_budget: int | str = "1GiB"
+    host_budget: int | str | None = None
+    ring: int | str = "auto"
     prefetch: int = 2
+    keep_last: int | str = "auto"
     min_bytes: int | str = "1MiB"
     directory: str | os.PathLike[str] | None = None
+    fallback: Literal["device", "error"] = "device"
 
     def __post_init__(self) -> None:
         if self.place not in _PLACES:
             raise ValueError(f"gradckpt: offload={self.place!r} is no place; pass 'cpu' or 'disk'")
-        for name in _SIZES:
-            object.__setattr__(self, name, parse_bytes(getattr(self, name)))
+        if self.fallback not in _FALLBACKS:
+            raise ValueError(f"gradckpt: fallback={self.fallback!r} is unknown; pass 'device' or 'error'")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ValueError(f"gradckpt: prefetch={self.prefetch!r} is no number of tensors; pass 0 or more")
+            raise ValueError(f"gradckpt: prefetch={self.prefetch!r} is no number of payloads; pass 0 or more")
+        if self.place == "cpu" and self.directory is not None:
+            raise ValueError("gradckpt: only Offload('disk') has a directory; leave it out")
+        sizes = {"host_budget": _host_bytes(_BUDGETS[self.place] if self.host_budget is None else self.host_budget)}
+        sizes |= {name: _own_bytes(getattr(self, name)) for name in ("ring", "keep_last")}
+        for name, size in (*sizes.items(), ("min_bytes", parse_bytes(self.min_bytes))):
+            object.__setattr__(self, name, size)
         directory = None if self.directory is None else self._path()
         object.__setattr__(self, "directory", directory or (_DIRECTORY if self.place == "disk" else None))
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        defaults |= {name: parse_bytes(defaults[name]) for name in _SIZES}
-        if self.place == "cpu" and vars(self) != defaults:
-            raise ValueError("gradckpt: only Offload('disk') has a budget, a prefetch and a directory; leave them out")
 
     def _path(self) -> str:
         if not isinstance(self.directory, (str, os.PathLike)) or not (path := os.fsdecode(self.directory)):
             raise TypeError(f"gradckpt: directory={self.directory!r} is no path; pass the name of a folder")
         return path
+
+
+def _host_bytes(size: int | str) -> int:
+    """Return the bytes of a size, or of a part of the free memory: of whole GiB where it is larger,
+    so that equal settings are equal.
+    """
+    percent = _PERCENT.fullmatch(size.strip()) if isinstance(size, str) else None
+    if percent is None:
+        return parse_bytes(size, forms='"64GiB", "64GB", "80%" or a number of bytes')
+    if not 0 < float(percent[1]) <= 100:
+        raise ValueError(f"gradckpt: host_budget={size!r} is no part of the memory; write 1% to 100%")
+    found = int(free_host_memory() * float(percent[1]) / 100)
+    return max(found >> 30 << 30, min(found, 1 << 30))
+
+
+def _own_bytes(size: int | str) -> int | str:
+    """Return the bytes of a size; "auto" stays."""
+    return size if size == "auto" or size == 0 else parse_bytes(size, forms='"auto", "2GiB", 0 or a number of bytes')
+
+
+#: What ``offload=`` may be.
+OffloadLike: TypeAlias = "bool | str | Mapping[str, Any] | Offload | None"
 
 
 def parse_offload(offload: Any) -> Offload | None:

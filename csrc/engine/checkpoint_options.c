@@ -4,6 +4,7 @@
 
 #include "gradckpt.h"
 #include "torch/calls.h"
+#include "engine/place.h"
 
 #include <string.h>
 
@@ -176,5 +177,20 @@ int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan)
         state->plans[0].plan = *plan;
         Py_XDECREF(oldest);
     }
+    return 0;
+}
+
+/* ---- offload= ---- */
+
+int gck_options_place(gck_state *state, PyObject *offload, gck_plan *plan, PyObject **place)
+{
+    if (gck_place_of(state, offload, place) < 0) {
+        return -1;
+    }
+    if (*place != NULL && plan->codec == NULL && gck_options_plan(state, state->py.names.raw, plan) < 0) {
+        Py_CLEAR(*place);
+        return -1;
+    }
+    plan->place = *place;
     return 0;
 }

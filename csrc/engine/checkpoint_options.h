@@ -24,6 +24,10 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
 /* compress= as a plan; codec NULL: none.  0 or -1. */
 int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan);
 
+/* offload= for a plan: *place, new reference or NULL, which has to live as long as the plan.  A plan without a codec then has
+ * the codec raw.  0 or -1. */
+int gck_options_place(gck_state *state, PyObject *offload, gck_plan *plan, PyObject **place);
+
 /* 1 when what this plan keeps is restored with other values than the forward had. */
 int gck_plan_is_lossy(const gck_plan *plan);
 

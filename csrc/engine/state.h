@@ -21,6 +21,7 @@ typedef struct {
     int              replay_discrete;  /* replay discrete outputs, see replay_discrete.h; 2: casts too */
     int              stochastic;       /* round by noise keyed by `seed` and a gck_rounding  */
     uint64_t         seed;
+    PyObject        *place;            /* borrowed, for as long as the caller needs the plan; NULL: payloads stay */
 } gck_plan;
 
 /* What happens where a recompute saves another tensor than the forward. */
@@ -74,7 +75,7 @@ typedef struct {
     OPTION(use_reentrant) OPTION(preserve_rng_state) OPTION(context_fn)                  \
     OPTION(determinism_check) OPTION(debug) OPTION(early_stop)                           \
     OPTION(respect_saved_tensors_hooks)
-#define GCK_OPTIONS(OPTION) GCK_TORCH_OPTIONS(OPTION) OPTION(compress) OPTION(policy) OPTION(buffers)
+#define GCK_OPTIONS(OPTION) GCK_TORCH_OPTIONS(OPTION) OPTION(compress) OPTION(policy) OPTION(offload) OPTION(buffers)
 
 /* Room for the payloads of one codec and number of values, see payload_room.h. */
 typedef struct {
@@ -88,7 +89,7 @@ enum { GCK_NROOMS = 64 };
 
 typedef struct {
     gck_py        py;
-    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *OpPolicy, *OpStorage, *OpOutput, *Context, *StoredBytes;
+    PyTypeObject *Payload, *Frame, *Holder, *Recompute, *OpPolicy, *OpStorage, *OpOutput, *Context, *Place;
     PyTypeObject *SavedHooks, *SavedTensor;
     PyObject     *CheckpointFunction;  /* autograd Function of the reentrant form            */
     PyObject     *SelectiveRecompute;  /* autograd Function, public                          */

@@ -7,7 +7,7 @@
 /* Room for the ranges that giving everything back can make.  0 or -1. */
 static int reserve(gck_space *space)
 {
-    const int64_t wanted = space->taken + 2;
+    const int64_t wanted = space->added + space->taken + 1;
     gck_range *free_ranges;
 
     if (wanted <= space->room) {
@@ -66,15 +66,19 @@ static void add(gck_space *space, int64_t offset, int64_t nbytes)
     }
 }
 
-int gck_space_grow(gck_space *space, int64_t nbytes)
+int gck_space_add(gck_space *space, int64_t offset, int64_t nbytes)
 {
+    space->added++;
     if (reserve(space) < 0) {
+        space->added--;
         return -1;
     }
-    add(space, space->size, nbytes);
-    space->size += nbytes;
+    add(space, offset, nbytes);
+    space->size = offset + nbytes > space->size ? offset + nbytes : space->size;
     return 0;
 }
+
+int gck_space_grow(gck_space *space, int64_t nbytes) { return gck_space_add(space, space->size, nbytes); }
 
 int64_t gck_space_take(gck_space *space, int64_t nbytes)
 {

@@ -12,11 +12,14 @@ typedef struct {
 typedef struct {
     gck_range *free;         /* by offset; no two of them touch                                */
     int64_t    n, room;      /* ranges, and for how many there is memory                       */
-    int64_t    taken;        /* parts that are taken: with them there are taken + 1 ranges at most */
+    int64_t    added, taken; /* how often it grew, and parts that are taken: more ranges than both there never are */
     int64_t    size, used;   /* bytes                                                          */
 } gck_space;
 
-/* Make it larger by so many bytes at its end.  0, or -1: no memory. */
+/* Make it larger: bytes from here on, which it does not have yet.  0, or -1: no memory. */
+int gck_space_add(gck_space *space, int64_t offset, int64_t nbytes);
+
+/* The same, at its end. */
 int gck_space_grow(gck_space *space, int64_t nbytes);
 
 /* Take a part: its offset, in the smallest range that holds it; -1: none does, or there is no memory. */

@@ -1,258 +1,22 @@
-/* store.c: the states of stored bytes, and the threads that move them.
- *
- * Each is at one of these places, under the store's lock:
- *
- *     FILLING   memory, which a put copies to          -> HERE
- *     HERE      memory                                 -> WRITING
- *     WRITING   memory; room in the file is taken      -> COPIED; HERE: the write failed
- *     COPIED    memory and file                        -> AWAY
- *     AWAY      file                                   -> READING
- *     READING   file; memory is taken                  -> COPIED; AWAY: the read failed
- *
- * Its memory goes from COPIED to AWAY only while no copy reads it (`uses`).  What is dropped while a thread has it is
- * freed by that thread, or by the last copy. */
+/* store.c: what callers ask of a store. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
 #include "offload/store.h"
 
-#include "offload/space.h"
+#include "offload/store_parts.h"
 
-#include <errno.h>
-#include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
-enum { MOST_THREADS = 8, GROW = 64 << 20 };
+static int64_t multiple_of(int64_t nbytes, int64_t unit) { return (nbytes + unit - 1) / unit * unit; }
 
-typedef enum { FILLING, HERE, WRITING, COPIED, AWAY, READING } place;
-
-struct gck_byte_store_item {
-    gck_byte_store  *store;
-    gck_byte_store_item *older, *newer;   /* in the order in which they were put */
-    gck_byte_store_item *next_job;
-    int64_t     nbytes, padded;
-    int64_t     memory, file;    /* offsets; -1: none */
-    uint64_t    digest;
-    place       at;
-    int         uses;            /* copies that read its memory    */
-    int         error;           /* of its last read               */
-    int         dropped;
-};
-
-typedef struct {
-    gck_byte_store_item *first, *last;
-} queue;
-
-struct gck_byte_store {
-    pthread_mutex_t lock;
-    pthread_cond_t  work, done;  /* for the threads; for the callers */
-    pthread_t       threads[MOST_THREADS];
-    int             n, ending;
-    pid_t           process;
-    int             prefetch;
-    char           *memory;
-    gck_space       memory_space, file_space;
-    gck_file        file;
-    gck_byte_store_item     *oldest, *newest;
-    queue           reads, writes;
-    int64_t         dirty;       /* bytes at HERE */
-    gck_byte_store_figures figures;
-};
-
-/* To what the file moves at once. */
-static int64_t padded(int64_t nbytes)
+static void unpin(gck_byte_store *store)
 {
-    return (nbytes + GCK_FILE_ALIGNMENT - 1) / GCK_FILE_ALIGNMENT * GCK_FILE_ALIGNMENT;
-}
-
-static void push(queue *q, gck_byte_store_item *s)
-{
-    s->next_job = NULL;
-    if (q->last != NULL) {
-        q->last->next_job = s;
-    } else {
-        q->first = s;
-    }
-    q->last = s;
-}
-
-static gck_byte_store_item *pop(queue *q)
-{
-    gck_byte_store_item *s = q->first;
-
-    if (s != NULL && (q->first = s->next_job) == NULL) {
-        q->last = NULL;
-    }
-    return s;
-}
-
-/* ---- places, under the lock ---- */
-
-static void give_memory(gck_byte_store *store, gck_byte_store_item *s)
-{
-    if (s->memory >= 0) {
-        gck_space_give(&store->memory_space, s->memory, s->padded);
-    }
-    s->memory = -1;
-}
-
-static void free_stored(gck_byte_store *store, gck_byte_store_item *s)
-{
-    if (s->older != NULL) {
-        s->older->newer = s->newer;
-    } else {
-        store->oldest = s->newer;
-    }
-    if (s->newer != NULL) {
-        s->newer->older = s->older;
-    } else {
-        store->newest = s->older;
-    }
-    store->dirty -= s->at == HERE ? s->padded : 0;
-    give_memory(store, s);
-    if (s->file >= 0) {
-        gck_space_give(&store->file_space, s->file, s->padded);
-    }
-    free(s);
-    pthread_cond_broadcast(&store->done);
-}
-
-/* Does a thread or a copy have it? */
-static int is_busy(const gck_byte_store_item *s)
-{
-    return s->uses > 0 || s->at == FILLING || s->at == WRITING || s->at == READING;
-}
-
-static void free_if_dropped(gck_byte_store *store, gck_byte_store_item *s)
-{
-    if (s->dropped && !is_busy(s)) {
-        free_stored(store, s);
+    for (int64_t at = 0; at < store->figures.pinned; at += GCK_STORE_CHUNK) {
+        store->pins.link->unpin(store->pins.index, store->memory + at);
     }
 }
-
-/* Take room in the file for it, which grows.  0 or -1. */
-static int take_file(gck_byte_store *store, gck_byte_store_item *s)
-{
-    s->file = s->file < 0 ? gck_space_take_more(&store->file_space, s->padded, GROW) : s->file;
-    if (store->file_space.used > store->figures.file_peak) {
-        store->figures.file_peak = store->file_space.used;
-    }
-    return s->file < 0 ? -1 : 0;
-}
-
-/* Have the oldest written that are in memory alone, until so many bytes may stay so. */
-static void write_down_to(gck_byte_store *store, int64_t most)
-{
-    for (gck_byte_store_item *s = store->oldest; s != NULL && store->dirty > most; s = s->newer) {
-        if (s->at == HERE && !s->dropped && store->figures.write_error == 0) {
-            if (take_file(store, s) < 0) {
-                store->figures.write_error = GCK_STORE_NO_MEMORY;
-                return;
-            }
-            s->at = WRITING;
-            store->dirty -= s->padded;
-            push(&store->writes, s);
-            pthread_cond_signal(&store->work);
-        }
-    }
-}
-
-/* Free the memory of the oldest of which the file has a copy, but of none from `end` on (NULL: of any).  1, or 0: there
- * is none. */
-static int evict(gck_byte_store *store, const gck_byte_store_item *end)
-{
-    for (gck_byte_store_item *s = store->oldest; s != NULL && s != end; s = s->newer) {
-        if (s->at == COPIED && s->uses == 0) {
-            give_memory(store, s);
-            s->at = AWAY;
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/* Take memory for it.  0; -1: only what is being moved could give some; -2: nothing could. */
-static int take_memory(gck_byte_store *store, gck_byte_store_item *s, const gck_byte_store_item *end)
-{
-    while ((s->memory = gck_space_take(&store->memory_space, s->padded)) < 0) {
-        if (!evict(store, end)) {
-            int moving = 0;
-            for (const gck_byte_store_item *other = store->oldest; other != NULL && !moving; other = other->newer) {
-                moving = other->memory >= 0 && is_busy(other);
-            }
-            return moving ? -1 : -2;
-        }
-    }
-    if (store->memory_space.used > store->figures.memory_peak) {
-        store->figures.memory_peak = store->memory_space.used;
-    }
-    return 0;
-}
-
-/* ---- threads ---- */
-
-static void move(gck_byte_store *store, gck_byte_store_item *s)
-{
-    const int writes = s->at == WRITING;
-    char *bytes = store->memory + s->memory;
-    int status;
-
-    pthread_mutex_unlock(&store->lock);
-    if (writes) {
-        s->digest = gck_file_digest(bytes, s->padded);
-        status = gck_file_write(&store->file, bytes, s->padded, s->file);
-    } else {
-        status = gck_file_read_checked(&store->file, bytes, s->padded, s->file, s->digest);
-    }
-    pthread_mutex_lock(&store->lock);
-    if (writes && status != 0) {
-        store->figures.write_error = status;
-        gck_space_give(&store->file_space, s->file, s->padded);
-        s->file = -1;
-        s->at = HERE;
-        store->dirty += s->padded;
-    } else if (writes) {
-        s->at = COPIED;
-        store->figures.written += s->padded;
-    } else {
-        s->error = status;
-        s->at = status == 0 ? COPIED : AWAY;
-        store->figures.read += status == 0 ? s->padded : 0;
-        if (status != 0) {
-            give_memory(store, s);
-        }
-    }
-    pthread_cond_broadcast(&store->done);
-    free_if_dropped(store, s);
-}
-
-static void *run(void *argument)
-{
-    gck_byte_store *store = argument;
-
-    pthread_mutex_lock(&store->lock);
-    for (;;) {
-        gck_byte_store_item *s = pop(&store->reads);      /* someone may wait for it */
-        s = s != NULL ? s : pop(&store->writes);
-        if (s != NULL && s->dropped) {           /* its bytes are not wanted any more */
-            s->at = s->at == WRITING ? COPIED : AWAY;
-            free_if_dropped(store, s);
-        } else if (s != NULL) {
-            move(store, s);
-        } else if (store->ending) {
-            break;
-        } else {
-            pthread_cond_wait(&store->work, &store->lock);
-        }
-    }
-    pthread_mutex_unlock(&store->lock);
-    return NULL;
-}
-
-/* ---- the store ---- */
 
 void gck_byte_store_free(gck_byte_store *store)
 {
@@ -269,19 +33,39 @@ void gck_byte_store_free(gck_byte_store *store)
     pthread_cond_destroy(&store->work);
     pthread_cond_destroy(&store->done);
     pthread_mutex_destroy(&store->lock);
-    gck_file_close(&store->file);
-    gck_space_clear(&store->memory_space);
+    if (gck_store_has_file(store)) {
+        gck_file_close(&store->file);
+    }
+    gck_ranges_finish(&store->ranges);
+    gck_ranges_clear(&store->ranges);
     gck_space_clear(&store->file_space);
     if (store->memory != NULL) {
+        unpin(store);
         munmap(store->memory, (size_t)store->figures.memory);
     }
     free(store);
 }
 
+/* Addresses for its memory, which the system gives when they are written.  0 or why not. */
+static int reserve_memory(gck_byte_store *store)
+{
+    void *memory = mmap(NULL, (size_t)store->figures.memory, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+    if (memory == MAP_FAILED) {
+        return GCK_STORE_NO_MEMORY;
+    }
+    store->memory = memory;
+#ifdef MADV_DONTFORK
+    madvise(memory, (size_t)store->figures.memory, MADV_DONTFORK);
+#endif
+    return 0;
+}
+
 int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **store)
 {
     gck_byte_store *made = calloc(1, sizeof *made);
-    int status;
+    int status = 0;
 
     *store = NULL;
     if (made == NULL || options->memory > INT64_MAX / 2) {
@@ -291,24 +75,18 @@ int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **s
     made->file.fd = -1;
     made->process = getpid();
     made->prefetch = options->prefetch;
-    made->figures.memory = padded(options->memory);
+    made->ranges.edge = GCK_EDGE_MEMORY;
+    made->figures.memory = multiple_of(options->memory, GCK_FILE_ALIGNMENT);
     pthread_mutex_init(&made->lock, NULL);
     pthread_cond_init(&made->work, NULL);
     pthread_cond_init(&made->done, NULL);
-    status = gck_file_open(&made->file, options->calls != NULL ? options->calls : &gck_file_system_calls,
-                           options->directory);
-    if (status == 0) {
-        void *memory = mmap(NULL, (size_t)made->figures.memory, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        made->memory = memory != MAP_FAILED ? memory : NULL;
-#ifdef MADV_DONTFORK
-        madvise(made->memory, made->memory != NULL ? (size_t)made->figures.memory : 0, MADV_DONTFORK);
-#endif
-        status = made->memory == NULL || gck_space_grow(&made->memory_space, made->figures.memory) < 0
-               ? GCK_STORE_NO_MEMORY : 0;
+    if (options->directory != NULL) {
+        status = gck_file_open(&made->file, options->calls != NULL ? options->calls : &gck_file_system_calls,
+                               options->directory);
     }
-    for (int i = 0; status == 0 && i < options->threads && i < MOST_THREADS; i++) {
-        status = pthread_create(&made->threads[i], NULL, run, made);
+    status = status == 0 ? reserve_memory(made) : status;
+    for (int i = 0; status == 0 && options->directory != NULL && i < options->threads && i < GCK_STORE_THREADS; i++) {
+        status = pthread_create(&made->threads[i], NULL, gck_store_run, made);
         made->n += status == 0;
     }
     if (status != 0) {
@@ -319,156 +97,239 @@ int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **s
     return 0;
 }
 
-int gck_byte_store_put(gck_byte_store *store, const void *bytes, int64_t nbytes, gck_byte_store_item **stored)
-{
-    gck_byte_store_item *s;
-    int status = 0, got, waited = 0;
+/* ---- put ---- */
 
-    *stored = NULL;
-    if (store->process != getpid()) {
-        return GCK_STORE_FORKED;
-    }
-    if (nbytes <= 0 || nbytes > store->figures.memory) {
-        return GCK_STORE_LARGE;
-    }
-    if ((s = calloc(1, sizeof *s)) == NULL) {
-        return GCK_STORE_NO_MEMORY;
-    }
-    *s = (gck_byte_store_item){.store = store, .nbytes = nbytes, .memory = -1, .file = -1, .at = FILLING};
-    s->padded = padded(nbytes);
-    pthread_mutex_lock(&store->lock);
-    write_down_to(store, store->figures.memory / 2 - s->padded);
-    while ((got = take_memory(store, s, NULL)) < 0 && status == 0) {
-        write_down_to(store, 0);                 /* it has to be in pieces, or larger than half */
-        if (got == -2 && store->writes.first == NULL) {
-            status = store->figures.write_error != 0 ? store->figures.write_error : GCK_STORE_FULL;
-        } else {
-            waited = 1;
-            pthread_cond_wait(&store->done, &store->lock);
+/* Take its memory, once others have let go of theirs.  0 or why not. */
+static int wait_for_memory(gck_byte_store *store, gck_byte_store_item *item, void *const *stream, int *waited)
+{
+    int got;
+
+    while ((got = gck_store_take(store, item, NULL, stream)) != 0) {
+        if (got == GCK_STORE_DEVICE) {
+            return got;
         }
+        gck_store_write_down_to(store, 0);       /* it has to be in pieces, or larger than half */
+        if (got == -2 && store->writes.first == NULL) {
+            return store->figures.write_error != 0 ? store->figures.write_error : GCK_STORE_FULL;
+        }
+        *waited = 1;
+        gck_store_await(store);
+        gck_store_poll(store);
     }
-    if (status != 0) {
-        pthread_mutex_unlock(&store->lock);
-        free(s);
-        return status;
-    }
-    s->older = store->newest;
-    *(store->newest != NULL ? &store->newest->newer : &store->oldest) = s;
-    store->newest = s;
-    store->figures.puts++;
-    store->figures.waits_put += waited;
-    pthread_mutex_unlock(&store->lock);
-    memcpy(store->memory + s->memory, bytes, (size_t)nbytes);
-    memset(store->memory + s->memory + nbytes, 0, (size_t)(s->padded - nbytes));
-    pthread_mutex_lock(&store->lock);
-    s->at = HERE;
-    store->dirty += s->padded;
-    pthread_cond_broadcast(&store->done);        /* who waits for memory may have it written */
-    pthread_mutex_unlock(&store->lock);
-    *stored = s;
     return 0;
 }
 
-/* Have it read.  0; -1: memory may come; -2: it will not. */
-static int fetch(gck_byte_store *store, gck_byte_store_item *s, const gck_byte_store_item *end)
+int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream, gck_byte_store_item **reserved)
 {
-    const int got = take_memory(store, s, end);
+    gck_byte_store_item *item;
+    int status, waited = 0;
+
+    *reserved = NULL;
+    if (nbytes <= 0 || nbytes > store->figures.memory) {
+        return GCK_STORE_LARGE;
+    }
+    if ((item = calloc(1, sizeof *item)) == NULL) {
+        return GCK_STORE_NO_MEMORY;
+    }
+    *item = (gck_byte_store_item){.store = store, .nbytes = nbytes, .memory = -1, .file = -1, .at = GCK_FILLING};
+    item->padded = multiple_of(nbytes, GCK_FILE_ALIGNMENT);
+    gck_store_poll(store);
+    gck_store_write_down_to(store, store->figures.memory / 2 - item->padded);
+    status = wait_for_memory(store, item, stream, &waited);
+    if (status != 0) {
+        free(item);
+        return status;
+    }
+    item->older = store->newest;
+    *(store->newest != NULL ? &store->newest->newer : &store->oldest) = item;
+    store->newest = item;
+    store->figures.puts++;
+    store->figures.waits_put += waited;
+    *reserved = item;
+    return 0;
+}
+
+int gck_byte_store_reserve(gck_byte_store *store, int64_t nbytes, gck_byte_store_item **item)
+{
+    int status;
+
+    *item = NULL;
+    if (store->process != getpid()) {
+        return GCK_STORE_FORKED;
+    }
+    pthread_mutex_lock(&store->lock);
+    status = gck_store_reserve(store, nbytes, NULL, item);
+    pthread_mutex_unlock(&store->lock);
+    return status;
+}
+
+void gck_byte_store_filled(gck_byte_store_item *item)
+{
+    gck_byte_store *store = item->store;
+
+    pthread_mutex_lock(&store->lock);
+    item->at = GCK_HERE;
+    store->dirty += item->padded;
+    pthread_cond_broadcast(&store->done);        /* who waits for memory may have it written */
+    pthread_mutex_unlock(&store->lock);
+}
+
+/* ---- get ---- */
+
+/* Have it read.  0; -1: memory may come; -2: it will not. */
+static int fetch(gck_byte_store *store, gck_byte_store_item *item, const gck_byte_store_item *end)
+{
+    const int got = gck_store_take(store, item, end, NULL);
 
     if (got == 0) {
-        s->at = READING;
-        push(&store->reads, s);
+        item->at = GCK_READING;
+        gck_store_push(&store->reads, item);
         pthread_cond_signal(&store->work);
     }
     return got;
 }
 
 /* Have those read that are asked for next, if memory can be had without taking that of ones asked for earlier. */
-static void prefetch(gck_byte_store *store, const gck_byte_store_item *s)
+static void prefetch(gck_byte_store *store, const gck_byte_store_item *item)
 {
     int n = 0;
 
-    for (gck_byte_store_item *other = s->older; other != NULL && n < store->prefetch; other = other->older, n++) {
-        if (other->at == AWAY && !other->dropped && fetch(store, other, other) < 0) {
+    for (gck_byte_store_item *other = item->older; other != NULL && n < store->prefetch; other = other->older, n++) {
+        if (other->at == GCK_AWAY && !other->dropped && fetch(store, other, other) != 0) {
             return;
         }
     }
 }
 
-/* Nothing gives memory, since nothing is written any more: read it past the store's.  With the lock. */
-static int read_past(gck_byte_store *store, gck_byte_store_item *s, void *bytes)
+/* Nothing gives memory: read it past the store's. */
+static int read_past(gck_byte_store_item *item)
 {
-    void *aligned = NULL;
+    gck_byte_store *store = item->store;
+    void *past = NULL;
     int status = GCK_STORE_NO_MEMORY;
 
     pthread_mutex_unlock(&store->lock);
-    if (posix_memalign(&aligned, GCK_FILE_ALIGNMENT, (size_t)s->padded) == 0) {
-        status = gck_file_read_checked(&store->file, aligned, s->padded, s->file, s->digest);
-        if (status == 0) {
-            memcpy(bytes, aligned, (size_t)s->nbytes);
-        }
-        free(aligned);
+    if (posix_memalign(&past, GCK_FILE_ALIGNMENT, (size_t)item->padded) == 0) {
+        status = gck_file_read_checked(&store->file, past, item->padded, item->file, item->digest);
     }
     pthread_mutex_lock(&store->lock);
-    store->figures.gets += status == 0;
-    store->figures.read += status == 0 ? s->padded : 0;
+    if (status == 0 && item->past == NULL) {     /* else another thread was faster */
+        item->past = past;
+        past = NULL;
+    }
+    store->figures.read += status == 0 ? item->padded : 0;
+    free(past);
     return status;
 }
 
-int gck_byte_store_get(gck_byte_store_item *s, void *bytes)
+int gck_store_hold(gck_byte_store_item *item, int wait)
 {
-    gck_byte_store *store = s->store;
+    gck_byte_store *store = item->store;
     int status = 0, waited = 0;
+
+    gck_store_poll(store);
+    item->holds++;                               /* else another's read takes its memory before this one wakes */
+    while (status == 0 && item->past == NULL && (item->at == GCK_AWAY || item->at == GCK_READING)) {
+        const int got = item->at == GCK_AWAY ? fetch(store, item, NULL) : 0;
+        gck_store_write_down_to(store, got < 0 ? 0 : INT64_MAX);
+        if (!wait) {
+            status = GCK_STORE_BUSY;
+        } else if (got == -2 && store->writes.first == NULL) {
+            status = read_past(item);
+        } else {
+            waited = 1;
+            item->error = 0;
+            gck_store_await(store);
+            gck_store_poll(store);
+            status = item->error;
+        }
+    }
+    if (status != 0) {
+        gck_store_release(item);
+        return status;
+    }
+    store->figures.gets++;
+    store->figures.waits_get += waited;
+    store->figures.from_memory += !waited && item->past == NULL;
+    prefetch(store, item);
+    return 0;
+}
+
+void gck_store_release(gck_byte_store_item *item)
+{
+    gck_byte_store *store = item->store;
+
+    if (--item->holds == 0) {
+        free(item->past);
+        item->past = NULL;
+        pthread_cond_broadcast(&store->done);
+    }
+    gck_store_free_if_dropped(item);
+}
+
+int gck_byte_store_hold(gck_byte_store_item *item)
+{
+    gck_byte_store *store = item->store;
+    int status;
 
     if (store->process != getpid()) {
         return GCK_STORE_FORKED;
     }
     pthread_mutex_lock(&store->lock);
-    s->uses++;                                   /* else another's read takes its memory before this one wakes */
-    while (status == 0 && (s->at == AWAY || s->at == READING)) {
-        if (s->at == AWAY) {
-            const int got = fetch(store, s, NULL);
-            write_down_to(store, got < 0 ? 0 : INT64_MAX);
-            if (got == -2 && store->writes.first == NULL) {
-                status = read_past(store, s, bytes);
-                goto done;
-            }
-        }
-        waited = 1;
-        s->error = 0;
-        pthread_cond_wait(&store->done, &store->lock);
-        status = s->error;
-    }
-    if (status == 0) {
-        store->figures.gets++;
-        store->figures.waits_get += waited;
-        store->figures.from_memory += !waited;
-        prefetch(store, s);
-        pthread_mutex_unlock(&store->lock);
-        memcpy(bytes, store->memory + s->memory, (size_t)s->nbytes);
-        pthread_mutex_lock(&store->lock);
-    }
-done:
-    s->uses--;
-    pthread_cond_broadcast(&store->done);
-    free_if_dropped(store, s);
+    status = gck_store_hold(item, 1);
     pthread_mutex_unlock(&store->lock);
     return status;
 }
 
-void gck_byte_store_drop(gck_byte_store_item *s)
+void gck_byte_store_release(gck_byte_store_item *item)
 {
-    gck_byte_store *store = s->store;
+    gck_byte_store *store = item->store;
+
+    pthread_mutex_lock(&store->lock);
+    gck_store_release(item);
+    pthread_mutex_unlock(&store->lock);
+}
+
+int gck_byte_store_is_near(const gck_byte_store_item *item)
+{
+    gck_byte_store *store = item->store;
+    int near;
+
+    if (store->process != getpid()) {
+        return 0;
+    }
+    pthread_mutex_lock(&store->lock);
+    near = item->at == GCK_HERE || item->at == GCK_WRITING || item->at == GCK_COPIED;
+    pthread_mutex_unlock(&store->lock);
+    return near;
+}
+
+void *gck_byte_store_memory(const gck_byte_store_item *item)
+{
+    return item->past != NULL ? item->past : item->store->memory + item->memory;
+}
+
+/* ---- the end of an item ---- */
+
+void gck_store_drop(gck_byte_store_item *item)
+{
+    item->dropped = 1;
+    gck_store_free_if_dropped(item);
+}
+
+void gck_byte_store_drop(gck_byte_store_item *item)
+{
+    gck_byte_store *store = item->store;
 
     if (store->process != getpid()) {
         return;
     }
     pthread_mutex_lock(&store->lock);
-    s->dropped = 1;
-    free_if_dropped(store, s);
+    gck_store_drop(item);
     pthread_mutex_unlock(&store->lock);
 }
 
-int64_t gck_byte_store_item_nbytes(const gck_byte_store_item *stored) { return stored->nbytes; }
+int64_t gck_byte_store_nbytes(const gck_byte_store_item *item) { return item->nbytes; }
 
 void gck_byte_store_read_figures(gck_byte_store *store, gck_byte_store_figures *figures)
 {
@@ -478,7 +339,7 @@ void gck_byte_store_read_figures(gck_byte_store *store, gck_byte_store_figures *
     }
     pthread_mutex_lock(&store->lock);
     *figures = store->figures;
-    figures->memory_used = store->memory_space.used;
+    figures->memory_used = store->ranges.space.used;
     figures->file_used = store->file_space.used;
     pthread_mutex_unlock(&store->lock);
 }

@@ -3,7 +3,8 @@
  * What is put first is needed last, since a backward goes the other way; so the oldest goes to the file first, and the
  * newest is often still in memory when it is asked for.  That order is a guess which only costs time.
  *
- * A put or get waits for the file's threads: callers hold no lock that those could want.  Any thread may call. */
+ * Functions may wait for the file's threads or a device: callers hold no lock that those could want.  Any thread may
+ * call. */
 #ifndef GRADCKPT_STORE_H
 #define GRADCKPT_STORE_H
 
@@ -17,12 +18,13 @@ typedef struct {
     int64_t memory;              /* bytes, of which the store writes nothing until half are used */
     int     prefetch;            /* so many before the one that was asked for are read, too      */
     int     threads;
-    const char *directory;
+    const char *directory;       /* NULL: there is no file                                       */
     const gck_file_calls *calls; /* NULL: the system's                                           */
 } gck_byte_store_options;
 
 typedef struct {
     int64_t memory, memory_used, memory_peak;     /* bytes                                       */
+    int64_t memory_taken, pinned, pin_calls;      /* from the system; of it; by so many calls    */
     int64_t file_used, file_peak;
     int64_t written, read;
     int64_t puts, gets, from_memory;              /* calls; of the gets                          */
@@ -36,16 +38,26 @@ int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **s
 /* End its threads and its file; all that it held was dropped. */
 void gck_byte_store_free(gck_byte_store *store);
 
-/* Copy these bytes into it.  0 and *stored; else why not, and the caller keeps them. */
-int gck_byte_store_put(gck_byte_store *store, const void *bytes, int64_t nbytes, gck_byte_store_item **stored);
+/* Memory for so many bytes, which the caller writes.  0 and *item; else why not. */
+int gck_byte_store_reserve(gck_byte_store *store, int64_t nbytes, gck_byte_store_item **item);
 
-/* Copy them out, as often as wanted.  0 or why not. */
-int gck_byte_store_get(gck_byte_store_item *stored, void *bytes);
+/* They are written. */
+void gck_byte_store_filled(gck_byte_store_item *item);
 
-/* They are not needed any more. */
-void gck_byte_store_drop(gck_byte_store_item *stored);
+/* Have its bytes in memory until gck_byte_store_release(), as often as wanted.  0 or why not. */
+int  gck_byte_store_hold(gck_byte_store_item *item);
+void gck_byte_store_release(gck_byte_store_item *item);
 
-int64_t gck_byte_store_item_nbytes(const gck_byte_store_item *stored);
+/* Where its bytes are, reserved or held. */
+void *gck_byte_store_memory(const gck_byte_store_item *item);
+
+/* 1 when its bytes are in memory. */
+int gck_byte_store_is_near(const gck_byte_store_item *item);
+
+/* They are not needed any more, but by who holds them. */
+void gck_byte_store_drop(gck_byte_store_item *item);
+
+int64_t gck_byte_store_nbytes(const gck_byte_store_item *item);
 
 void gck_byte_store_read_figures(gck_byte_store *store, gck_byte_store_figures *figures);
 

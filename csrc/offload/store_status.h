@@ -7,7 +7,10 @@ enum {
     GCK_STORE_LARGE = -11,       /* larger than the memory of the store */
     GCK_STORE_FULL = -12,        /* the file takes nothing any more, and the memory is full                         */
     GCK_STORE_NO_MEMORY = -13,
+    GCK_STORE_BUSY = -14,        /* its bytes are not in memory yet     */
     GCK_STORE_FORKED = -15,      /* a child of the process that made it: its threads are not here                   */
+    GCK_STORE_DEVICE = -16,      /* gck_offloader_status() says         */
+    GCK_STORE_RING = -17,        /* the ring has no room                */
 };
 
 /* A sentence's part on what went wrong. */

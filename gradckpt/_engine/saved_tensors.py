@@ -12,8 +12,10 @@ from torch import Tensor
 from gradckpt import _C
 from gradckpt._config import Compress, CompressionConfig, explains_keywords, parse_compress
 from gradckpt._engine import saved_roles
+from gradckpt._engine.places import SAVED, place_of
 from gradckpt._engine.decorator import check_runs_at_call
 from gradckpt._models import activity
+from gradckpt._offload import OffloadLike, parse_offload
 
 __all__ = ["call_saved", "compress_saved"]
 
@@ -39,7 +41,7 @@ def call_saved(saves: compress_saved, function: Callable[..., R], args: tuple[An
     """Call a function as if it were decorated."""
     if saves._plan is None:
         return function(*args, **kwargs)
-    result: R = _C.saved_call(saves._plan, saves._formats, function, args, kwargs)
+    result: R = _C.saved_call(saves._plan, saves._formats, saves._place, function, args, kwargs)
     activity.note_saved()
     return result
 
@@ -71,7 +73,9 @@ class compress_saved:
 
     Args:
         compress: As ``compress=`` of :func:`gradckpt.checkpoint`. ``None`` or ``False`` leaves
-            autograd unchanged.
+            autograd unchanged, but with ``offload=``, which moves what requires grad as it is.
+        offload: Where the payloads live: ``None``, ``"cpu"``, ``"disk"`` or an
+            :class:`gradckpt.Offload`.
 
     Raises:
         ValueError: unknown codec, or ``fake_quantize=True`` or ``include="floating"``, which do
@@ -84,15 +88,17 @@ class compress_saved:
     that stays exact, because the grad flags are missing there.
     """
 
-    def __init__(self, compress: Compress = "int8") -> None:
-        self.config = _config(compress)
+    def __init__(self, compress: Compress = "int8", *, offload: OffloadLike = None) -> None:
+        self.offload = parse_offload(offload)
+        self.config = _config(compress if self.offload is None or compress not in (None, False) else "raw")
+        self._place = place_of(self.offload, SAVED)
         self._plan, self._formats = self.config, tuple(self.config.operators) if self.config is not None else ()
         if self.config is not None and self._formats:
             self._plan = dataclasses.replace(self.config, operators=())
 
     def __enter__(self) -> None:
         if self.config is not None:
-            _C.saved_push(self._plan, self._formats)
+            _C.saved_push(self._plan, self._formats, self._place)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self.config is not None:
@@ -123,7 +129,7 @@ class compress_saved:
         """
         if self._plan is None:
             raise ValueError("gradckpt: compress_saved(None) compresses nothing and has no hooks; pass a codec")
-        return _C.saved_pair(self._plan, self._formats)
+        return _C.saved_pair(self._plan, self._formats, self._place)
 
     @staticmethod
     def table() -> str:
@@ -134,4 +140,5 @@ class compress_saved:
         return saved_roles.table()
 
     def __repr__(self) -> str:
-        return f"compress_saved({self.config!r})"
+        place = "" if self.offload is None else f", offload={self.offload!r}"
+        return f"compress_saved({self.config!r}{place})"

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt import _C
 from gradckpt._engine.arguments import HOOKS_SEE_KEPT
+from gradckpt._engine.places import place_of
 from gradckpt._engine.torch_private import hooks_see_kept
 from gradckpt._models import activity
 from gradckpt._models.inactivity import ADAPTER, HELD, InactivityMonitor, after_forward, before_forward, describe
@@ -36,7 +37,7 @@ from gradckpt._models.keywords import (
     means_ours,
     pop_our_keys,
 )
-from gradckpt._models.offload import of_layer, offloaded, offloaded_stock
+from gradckpt._models.offload import of_layer
 from gradckpt._models.overlap import is_wrapper
 from gradckpt._models.regions import checkpointed_by, region_of
 from gradckpt._models.weak import WeakModule
@@ -140,9 +141,6 @@ class Adapter(_Replacement):
         active = choice.settings.config
         if active != self.active:
             self.monitor = InactivityMonitor()
-        place = choice.settings.offload
-        if place is not None and place.place == "cpu" and not torch.accelerator.is_available():
-            logger.info("gradckpt: offload=True has no effect without a device; checkpoints are in host memory anyway")
         self.active = active
         self.function = choice.function if choice.ours else None
         if self.by_flag and choice.ours:
@@ -187,14 +185,10 @@ class Adapter(_Replacement):
             return _Choice(functools.partial(torch_checkpoint, **keywords), False, settings)
         keywords["use_reentrant"] = False
         selective: dict[str, Any] = {"context_fn": settings.context_fn} if settings.context_fn is not None else {}
-        ours: Callable[..., Any] = of_layer
-        stock: Callable[..., Any] = torch_checkpoint
-        if settings.offload is not None:
-            ours = functools.partial(offloaded, settings.offload)
-            stock = functools.partial(offloaded_stock, settings.offload)
-        function = functools.partial(ours, compress=settings.config, **selective, **buffers, **keywords)
+        place = {"offload": place_of(settings.offload)} if settings.offload is not None else {}
+        function = functools.partial(of_layer, compress=settings.config, **place, **selective, **buffers, **keywords)
         torchs = {key: value for key, value in keywords.items() if key != HOOKS_SEE_KEPT or hooks_see_kept}
-        vars(function)[_STOCK] = functools.partial(stock, **torchs)
+        vars(function)[_STOCK] = functools.partial(base if offloads else torch_checkpoint, **torchs)
         return _Choice(function, True, settings)
 
     def modules(self, model: Any) -> Iterator[Any]:

@@ -13,7 +13,6 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -35,7 +34,7 @@ from gradckpt._models import activity
 from gradckpt._models.caches import with_caches
 from gradckpt._models.dtensors import localized
 from gradckpt._models.kinds import Tree, has_forward
-from gradckpt._models.offload import region_at, to_place
+from gradckpt._models.offload import region_at
 from gradckpt._models.overlap import check_around, is_wrapper
 from gradckpt._models.ranks import RankCheck, spell
 from gradckpt._models.rules import Rules, Settings, comparable, is_saved, parse_rules, resolve, summary
@@ -130,7 +129,9 @@ class Region:
         self.rank_check = rank_check
         self.offload = offload
         self.is_whole = is_whole  # the model itself, whose last operators make the loss
-        self.saves = compress_saved(settings["compress"]) if is_saved(settings) else None  # None: recomputed
+        saved = is_saved(settings)
+        self.saves = compress_saved(settings["compress"], offload=offload) if saved else None  # None: recomputed
+        self.region = region_at(None if saved else offload)
         self.traced = False  # by torch.compile
         self.ran = False  # uncompiled, since the optimizer's last step
         self.kind = type(module).__name__
@@ -250,7 +251,7 @@ class Region:
         if self.saves is not None:
             return self._save(self.saves, forward, args, kwargs, compiled)
         forward, args, kwargs = prepare(forward, args, kwargs, self.settings["compress"], compiled)
-        return region_at(self.offload)(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
+        return self.region(forward, *args, **{"buffers": module, **self.settings}, **kwargs)
 
     def _save(
         self, saves: compress_saved, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], compiled: bool
@@ -258,13 +259,12 @@ class Region:
         if compiled:
             self.traced = True
             return forward(*args, **kwargs)
-        with contextlib.nullcontext() if self.offload is None else to_place(self.offload):
-            if not self.is_whole:
-                return call_saved(saves, forward, args, kwargs)
-            # A block, not a decorated function: the backward reads first what the last operators
-            # save, and compressing that would raise the peak by its payloads.
-            with saves:
-                return forward(*args, **kwargs)
+        if not self.is_whole:
+            return call_saved(saves, forward, args, kwargs)
+        # A block, not a decorated function: the backward reads first what the last operators
+        # save, and compressing that would raise the peak by its payloads.
+        with saves:
+            return forward(*args, **kwargs)
 
     def replicate(self) -> Module:
         """Make a replica for DataParallel, which copies attributes and so would share our

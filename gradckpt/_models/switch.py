@@ -20,10 +20,10 @@ from torch.nn import Module
 from gradckpt import _C
 from gradckpt._config import Compress
 from gradckpt._engine.arguments import check_bool
+from gradckpt._engine.places import place_of
 from gradckpt._models.adapter import ADAPTERS
 from gradckpt._models.keywords import check_every_n_layers
 from gradckpt._models.kinds import KINDS, has_relu_and_batch_norm, repeated_blocks, width_of
-from gradckpt._models.offload import store_of
 from gradckpt._models.regions import choose, region_of, regions_in
 from gradckpt._models.rules import Settings, is_saved, parse_options, summary
 from gradckpt._models.weak import WeakModule
@@ -98,8 +98,7 @@ def enable(
     options = parse_options({"compress": compress, **given}, {}, ("modules", "every_n_layers", "recompute", "offload"))
     check_every_n_layers(every_n_layers)
     place = parse_offload(offload)
-    if place is not None and place.place == "disk":
-        store_of(place)  # its errors are said now
+    place_of(place)  # its errors are said now
     whole = models.inner_model(model)
     if modules is None and not recompute:
         if every_n_layers > 1:

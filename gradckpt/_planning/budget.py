@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from gradckpt._host_memory import free_host_memory, total_host_memory
 from gradckpt._sizes import parse_bytes
 
 __all__ = [
@@ -34,13 +35,6 @@ _NUMBER = re.compile(r"\d+\.\d*|\.\d+|1")
 
 #: What a budget may be, as messages list it.
 _FORMS = '"60GiB", "60GB", "90%", "activations:6GiB" or a number of bytes'
-
-#: Of a control group: what it may use, and what it uses; version 2, then 1.
-_CGROUP = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
@@ -145,34 +139,13 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + cached)
-    left = [_meminfo("MemAvailable")]
-    for limit, used in _CGROUP:
-        with contextlib.suppress(OSError, ValueError):  # "max", or no such file
-            left.append(_number_in(limit) - _number_in(used))
-    return max(min(left), 0)
+    return free_host_memory()
 
 
 def _total(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    totals = [_meminfo("MemTotal")]
-    for limit, _ in _CGROUP:
-        with contextlib.suppress(OSError, ValueError):
-            totals.append(_number_in(limit))
-    return min(totals)
-
-
-def _number_in(path: str) -> int:
-    with open(path) as file:
-        return int(file.read())
-
-
-def _meminfo(name: str) -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    raise ValueError(f"gradckpt: /proc/meminfo has no {name}; pass a budget in bytes")
+    return total_host_memory()
 
 
 def _allocated(device: torch.device) -> int:

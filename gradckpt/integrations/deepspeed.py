@@ -13,6 +13,7 @@ state in the forward.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,6 +72,10 @@ class _Settings:
     offload: Offload | None = None
     configured: bool = False
 
+    @functools.cached_property
+    def region(self) -> Callable[..., Any]:
+        return region_at(self.offload)
+
 
 _settings = _Settings(parse_options({"compress": "int8"}, {}))
 
@@ -89,7 +94,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     function = own_keywords(function, kwargs)
     if states:
         function = _Tracked(function, states)
-    found = region_at(settings.offload)(function, *args, **settings.options, **kwargs)
+    found = settings.region(function, *args, **settings.options, **kwargs)
     if isinstance(found, (tuple, list)):
         return found[0] if len(found) == 1 else tuple(found)
     return found

@@ -139,6 +139,7 @@ def library():
     lib.virtual_pending.restype, lib.virtual_pending.argtypes = ctypes.c_int64, (ctypes.c_int, ctypes.c_int64)
     lib.virtual_destroy_graph.argtypes = (ctypes.c_void_p,)
     lib.virtual_device_kind.restype = ctypes.c_void_p
+    lib.virtual_link_fails.restype, lib.virtual_link_fails.argtypes = ctypes.c_longlong, (ctypes.c_longlong, ctypes.c_int)
     return lib
 
 
@@ -241,6 +242,12 @@ def use_host_codecs(on):
 def kernel_errors():
     """Kernels that ran and did not return 0."""
     return library().virtual_kernel_errors()
+
+
+def link_fails(call=0, all_after=False):
+    """How many calls of the link (copies, events, pinning) there were since the last question; of those
+    from now on the one with this number fails, and all after it."""
+    return library().virtual_link_fails(call, int(all_after))
 
 
 _captured = set()

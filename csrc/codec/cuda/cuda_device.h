@@ -12,6 +12,7 @@ extern "C" {
 int       gck_is_captured_cuda(int index, void *stream, int *captured);
 uint32_t *gck_words_cuda(int index, int n);
 int       gck_compare_cuda(int index, void *stream, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word);
+extern const gck_link gck_link_cuda;
 
 #ifdef __cplusplus
 }

@@ -45,6 +45,9 @@ static const gck_device_kind cuda = {
     .compare = gck_compare_cuda,
     .words = gck_words_cuda,
     .error = gck_cuda_error,
+#ifdef GCK_WITH_CUDA
+    .link = &gck_link_cuda,
+#endif
 };
 
 static const gck_device_kind *kinds[GCK_KINDS] = {&cuda};

@@ -7,10 +7,22 @@
 #include "torch/stream.h"
 #include "torch/tensor.h"
 
+/* Nothing was queued that reads them.  -1, with the exception that is pending. */
+static int let_place_go(gck_payload *payload, gck_arrays arrays, void *stream)
+{
+    gck_error error = gck_error_take();
+
+    if (arrays.near != NULL) {
+        gck_placed_let_go(&payload->placed, stream);
+        gck_error_keep(&error);
+    }
+    return gck_error_return(&error);
+}
+
 int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, gck_arrays arrays, void *stream)
 {
     if ((b->n == GCK_BATCH || (b->n > 0 && b->codec != payload->codec)) && gck_batch_flush(b) < 0) {
-        return -1;
+        return let_place_go(payload, arrays, stream);
     }
     if (!b->decode && payload->device >= 0 && gck_stream_used(&b->state->py, tensor, payload->device) < 0) {
         return -1;                               /* it may die before its encode, under memory of another stream */
@@ -19,6 +31,7 @@ int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, gck_arra
     b->payload[b->n] = (gck_payload *)Py_NewRef((PyObject *)payload);
     b->tensor[b->n] = Py_NewRef(tensor);
     b->stream[b->n] = stream;
+    b->placed[b->n] = arrays.near != NULL ? gck_placed_again(&payload->placed) : (gck_placed){.place = NULL};
     b->arrays[b->n++] = gck_arrays_again(arrays);
     if (!b->decode) {
         payload->waits = b;
@@ -36,6 +49,19 @@ static void arrived(gck_payload *self, int status)
     }
 }
 
+/* Tell the places that the work is queued.  0 or -1. */
+static int tell_places(gck_batch *b, int status)
+{
+    for (int i = 0; i < b->n; i++) {
+        if (b->arrays[i].near != NULL) {
+            status = gck_placed_let_go(&b->placed[i], b->stream[i]) < 0 ? -1 : status;
+        } else if (status == 0 && !b->decode && gck_is_placed(&b->payload[i]->placed)) {
+            status = gck_placed_written(&b->payload[i]->placed, b->stream[i]);
+        }
+    }
+    return status;
+}
+
 /* status: as above.  Releasing references may run Python, which must find b empty. */
 static void let_go(gck_batch *b, int status)
 {
@@ -49,7 +75,19 @@ static void let_go(gck_batch *b, int status)
         Py_DECREF((PyObject *)b->payload[i]);
         Py_DECREF(b->tensor[i]);
         gck_arrays_clear(&b->arrays[i]);
+        Py_XDECREF(b->placed[i].place);
     }
+}
+
+/* The same, with an exception pending where status < 0. */
+static int tell(gck_batch *b, int status)
+{
+    gck_error error = gck_error_take();
+
+    status = tell_places(b, status);
+    gck_error_keep(&error);
+    gck_error_return(&error);
+    return status;
 }
 
 int gck_batch_flush(gck_batch *b)
@@ -69,6 +107,7 @@ int gck_batch_flush(gck_batch *b)
         status = b->decode ? gck_run_decode(py, b->codec, bytes, view, n)
                            : gck_run_encode(py, b->codec, view, bytes, how, n);
     }
+    status = tell(b, status);
     let_go(b, status);
     return status;
 }
@@ -77,6 +116,8 @@ void gck_batch_drop(gck_batch *b)
 {
     gck_error error = gck_error_take();
 
+    tell_places(b, -1);
+    gck_error_keep(&error);
     let_go(b, -1);
     gck_error_return(&error);
 }

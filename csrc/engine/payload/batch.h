@@ -23,6 +23,7 @@ typedef struct gck_batch {
     PyObject        *tensor[GCK_BATCH];  /* read or written                                 */
     void            *stream[GCK_BATCH];  /* on which its memory was taken: borrowed         */
     gck_arrays       arrays[GCK_BATCH];  /* the bytes of the payload; NULL: it has them     */
+    gck_placed       placed[GCK_BATCH];  /* owned: where those with `near` are              */
     PyObject        *saved;              /* borrowed iterator: of ctx.saved_tensors; NULL: not a node */
     PyObject        *made;               /* owned dict: what payloads gave that serve two arguments, and the buffers of
                                             slices.h by their number; NULL: none */
@@ -46,7 +47,8 @@ static inline int gck_batch_takes(const gck_batch *b, const gck_codec *codec, co
     return b != NULL && view->strides == NULL && (b->decode || !codec->may_overflow);
 }
 
-/* 0, or -1 with an exception: the batch was full or of another codec, and failed. */
+/* 0, or -1 with an exception: the batch was full or of another codec, and failed.  Arrays that a place has brought are let
+ * go in any case. */
 int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, gck_arrays arrays, void *stream);
 
 /* Do the work and empty the batch.  0 or -1 with an exception; 1: the codec overflowed. */

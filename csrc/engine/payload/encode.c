@@ -52,7 +52,8 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
     gck_skip_reason skip;
 
     if (reason == GCK_COMPRESS) {
-        payload = gck_payload_new(state, codec, &in, NULL, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL, &skip);
+        payload = gck_payload_new(state, codec, &in, NULL, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL,
+                                  NULL, &skip);
         if (payload == NULL && skip == GCK_SKIP_FLAG) {
             PyErr_Format(PyExc_RuntimeError,
                          "gradckpt: codec '%s' has no flag left in which a device reports overflow; encode outside of "

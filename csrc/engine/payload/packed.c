@@ -96,7 +96,7 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
     *skip = GCK_COMPRESS;
     if (first != NULL || !PyErr_Occurred()) {
         payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use,
-                                  batch, skip);
+                                  p->plan.place, batch, skip);
     }
     Py_XDECREF((PyObject *)first);
     if (payload != NULL

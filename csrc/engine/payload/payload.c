@@ -77,12 +77,14 @@ void gck_payload_again(gck_payload *self)
 
 /* Make the memory for the bytes.  Only a codec that fits needs no Python tensor of them, and only
  * where no outer hook gets it.  0 or -1. */
-static int make_bytes(gck_payload *self, int use)
+static int make_bytes(gck_payload *self, int use, PyObject *place)
 {
     gck_py *py = &self->state->py;
     const int ours = !self->codec->may_overflow && (use == GCK_FOR_REGION || use == GCK_FOR_USER);
-    const int made = ours ? gck_fresh_bytes(py, self->nbytes, self->device, &self->own) : 0;
+    int made = place == NULL || use != GCK_FOR_REGION || !self->has_values
+             ? 0 : gck_placed_take(self->state, place, self->nbytes, self->device, self->stream, &self->placed);
 
+    made = made == 0 && ours ? gck_fresh_bytes(py, self->nbytes, self->device, &self->own) : made;
     if (made != 0) {
         return made > 0 ? 0 : -1;
     }
@@ -108,11 +110,11 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
     }
     if (self->own.handle != NULL) {              /* faster: no references to hold */
         status = self->device >= 0 && gck_stream_used(&self->state->py, in->x, self->device) < 0 ? -1
-               : gck_payload_work(self, in->x, (gck_arrays){NULL, NULL}, &view, &bytes, &how);
+               : gck_payload_work(self, in->x, (gck_arrays){.codes = NULL}, &view, &bytes, &how);
         return status == 0 && self->has_values
              ? gck_run_encode(&self->state->py, self->codec, &view, &bytes, &how, 1) : status;
     }
-    gck_batch_begin(&own, self->state, 0);
+    gck_batch_begin(&own, self->state, 0);       /* it also takes note of what a place has to be told */
     status = gck_batch_add(&own, self, in->x, self->arrays, self->stream) < 0 ? -1 : gck_batch_flush(&own);
     gck_payload_overflow_encoded(self, in->x, status);
     return status > 0 && self->overflow != NULL ? 0 : status;
@@ -146,7 +148,7 @@ static gck_payload *accept(gck_payload *self, gck_payload *first)
 
 int gck_payload_hand_over(gck_payload *self)
 {
-    gck_arrays arrays = gck_arrays_again(self->arrays), saved = {NULL, NULL};    /* the hooks run Python */
+    gck_arrays arrays = gck_arrays_again(self->arrays), saved = {.codes = NULL};    /* the hooks run Python */
     PyObject *make = self->state->py.make_saved_tensor;
     int status = -1;
 
@@ -167,7 +169,7 @@ int gck_payload_hand_over(gck_payload *self)
 }
 
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
-                          const gck_dither *dither, int use, gck_batch *batch, gck_skip_reason *skip)
+                          const gck_dither *dither, int use, PyObject *place, gck_batch *batch, gck_skip_reason *skip)
 {
     const int exact = use != GCK_FOR_USER && (!(use & GCK_WITHOUT_HOLES) || codec->max_error == 0);
     gck_payload *self = NULL, *result = NULL;
@@ -195,7 +197,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     }
     status = describe(self, in, exact);
     dense = status == 0 && !gck_payload_room(self, &in->view, use == GCK_FOR_USER);
-    if (status != 0 || dense || make_bytes(self, use) < 0) {
+    if (status != 0 || dense || make_bytes(self, use, place) < 0) {
         *skip = status > 0 ? GCK_SKIP_LAYOUT : dense ? GCK_SKIP_DENSE : GCK_COMPRESS;
         goto exit;
     }
@@ -212,7 +214,9 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
         result = (gck_payload *)Py_NewRef((PyObject *)self);
         goto exit;
     }
-    count_live(self);
+    if (!gck_is_placed(&self->placed)) {
+        count_live(self);
+    }
     if ((result = accept(self, first)) != self) {
         goto exit;
     }
@@ -263,6 +267,7 @@ static void payload_dealloc(PyObject *op)
         free(self->sizes);
     }
     gck_fresh_free(&self->own);
+    gck_placed_drop(&self->placed);
     gck_arrays_clear(&self->arrays);
     gck_arrays_clear(&self->saved);
     Py_XDECREF(self->original);

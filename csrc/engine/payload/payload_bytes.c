@@ -3,7 +3,9 @@
 
 #include "torch/abi.h"
 #include "torch/device.h"
+#include "torch/error.h"
 #include "torch/input.h"
+#include "torch/stream.h"
 #include "torch/tensor.h"
 
 #include <stdlib.h>
@@ -11,14 +13,14 @@
 
 gck_arrays gck_arrays_again(gck_arrays arrays)
 {
-    return (gck_arrays){Py_XNewRef(arrays.codes), Py_XNewRef(arrays.scales)};
+    return (gck_arrays){Py_XNewRef(arrays.codes), Py_XNewRef(arrays.scales), arrays.near};
 }
 
 void gck_arrays_clear(gck_arrays *arrays)
 {
     const gck_arrays old = *arrays;
 
-    *arrays = (gck_arrays){NULL, NULL};
+    *arrays = (gck_arrays){.codes = NULL};
     Py_XDECREF(old.codes);
     Py_XDECREF(old.scales);
 }
@@ -48,15 +50,24 @@ static int view_array(gck_payload *self, PyObject *array, int64_t nbytes, void *
     return 0;
 }
 
+static int never_encoded(void)
+{
+    PyErr_SetString(PyExc_RuntimeError,
+                    "gradckpt: this tensor was never encoded, since an error ended its forward; run that again");
+    return -1;
+}
+
 int gck_payload_view(gck_payload *self, gck_arrays arrays, gck_bytes *bytes)
 {
     if (self->unwritten) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "gradckpt: this tensor was never encoded, since an error ended its forward; run that again");
-        return -1;
+        return never_encoded();
     }
-    if (arrays.codes == NULL && self->own.handle != NULL) {
-        *bytes = gck_in_one(self->own.data, self->lengths);
+    if (arrays.near == NULL && arrays.codes == NULL) {
+        arrays.near = self->own.handle != NULL ? self->own.data
+                    : gck_is_placed(&self->placed) ? gck_placed_memory(&self->placed) : NULL;     /* it is being written */
+    }
+    if (arrays.near != NULL) {
+        *bytes = gck_in_one(arrays.near, self->lengths);
         return 0;
     }
     arrays = arrays.codes == NULL ? self->arrays : arrays;
@@ -64,6 +75,34 @@ int gck_payload_view(gck_payload *self, gck_arrays arrays, gck_bytes *bytes)
     return view_array(self, arrays.codes, self->lengths.codes, &bytes->codes) < 0
         || (arrays.scales != NULL
             && view_array(self, arrays.scales, self->lengths.scales, &bytes->scales) < 0) ? -1 : 0;
+}
+
+int gck_payload_bring(gck_payload *self, void *stream, gck_arrays *arrays)
+{
+    const int brought = !gck_is_placed(&self->placed) ? 0 : self->unwritten ? never_encoded()
+                      : gck_placed_bring(&self->placed, stream);
+
+    *arrays = (gck_arrays){.near = brought > 0 ? gck_placed_memory(&self->placed) : NULL};
+    return brought;
+}
+
+int gck_payload_read(gck_payload *self, void *stream, gck_arrays *arrays)
+{
+    *arrays = gck_arrays_again(self->arrays);
+    return !gck_payload_has_bytes(self) ? 0 : !gck_is_placed(&self->placed) ? 1 : gck_payload_bring(self, stream, arrays);
+}
+
+int gck_payload_has_read(gck_payload *self, void *stream, gck_arrays *arrays, int status)
+{
+    gck_error error = gck_error_take();
+
+    if (arrays->near != NULL && gck_placed_let_go(&self->placed, stream) < 0) {
+        status = -1;
+    }
+    gck_error_keep(&error);
+    gck_arrays_clear(arrays);
+    gck_error_return(&error);
+    return status;
 }
 
 int gck_payload_lay_out(gck_payload *self, const gck_tensor *x, int exact)
@@ -174,13 +213,52 @@ static int unpack(const gck_py *py, PyObject *saved, PyObject **array)
     return saved == NULL || *array != NULL ? 0 : -1;
 }
 
+/* New reference: a copy of so many of the bytes at its place. */
+static PyObject *copy_from_place(gck_payload *self, int64_t from, int64_t nbytes, void *stream)
+{
+    const gck_py *py = &self->state->py;
+    PyObject *copy = gck_bytes_empty(py, nbytes, self->device);
+    gck_dl_tensor dl;
+    const int shown = copy != NULL ? gck_read_dlpack(py, copy, &dl) : -1;
+
+    if (shown == 0) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a payload that is offloaded cannot come back while a mode makes "
+                                            "other tensors (FakeTensorMode); run the backward outside of it");
+    }
+    if (shown <= 0 || gck_placed_copy(&self->placed, from, nbytes, (char *)dl.data + dl.byte_offset, stream) < 0) {
+        Py_CLEAR(copy);
+    }
+    return copy;
+}
+
+static int arrays_from_place(gck_payload *self, gck_arrays *arrays)
+{
+    void *stream = NULL;
+
+    if (self->device >= 0 && gck_stream_of(self->state->py.dlpack, self->device, &stream) != 0) {
+        return gck_stream_unknown();
+    }
+    arrays->codes = copy_from_place(self, 0, self->lengths.codes, stream);
+    if (arrays->codes != NULL && self->lengths.scales > 0) {
+        arrays->scales = copy_from_place(self, self->lengths.codes, self->lengths.scales, stream);
+    }
+    if (arrays->codes == NULL || (self->lengths.scales > 0 && arrays->scales == NULL)) {
+        gck_arrays_clear(arrays);
+        return -1;
+    }
+    return 0;
+}
+
 int gck_payload_arrays(gck_payload *self, gck_arrays *arrays)
 {
     const gck_py *py = &self->state->py;
 
-    *arrays = (gck_arrays){NULL, NULL};
+    *arrays = (gck_arrays){.codes = NULL};
     if (self->merged) {
         return gck_payload_arrays(self->twin, arrays);
+    }
+    if (gck_is_placed(&self->placed)) {
+        return arrays_from_place(self, arrays);
     }
     if (self->own.handle != NULL) {
         PyObject *parts[2];

@@ -5,14 +5,17 @@
 
 #include "gradckpt.h"
 #include "torch/fresh.h"
+#include "engine/place.h"
 #include "engine/state.h"
 #include "engine/payload/layout.h"
 
 enum { GCK_FEW_DIMS = 4, GCK_ALIGNMENT = 64 };     /* bytes: torch's allocators align at least so */
 
-/* The arrays of a payload as uint8 tensors; scales NULL: the codec has none. */
+/* The arrays of a payload as uint8 tensors; scales NULL: the codec has none.  Or, with `near`, memory of both that a place
+ * has brought, until it is let go. */
 typedef struct {
     PyObject *codes, *scales;
+    void     *near;
 } gck_arrays;
 
 typedef struct gck_payload {
@@ -23,6 +26,7 @@ typedef struct gck_payload {
     gck_arrays       arrays;       /* owned; codes NULL when `own` or `saved` has them   */
     gck_fresh        own;          /* both in one, until Python asks for them; else empty */
     gck_arrays       saved;        /* torch's SavedTensors of the arrays; codes NULL: none */
+    gck_placed       placed;       /* the bytes at a place; then none of those has them    */
     PyObject        *original;     /* weak reference                                     */
     int64_t          version;      /* of the original when encoded; -1: it has none and is never shared */
     gck_dtype        dtype;
@@ -61,11 +65,20 @@ typedef struct gck_payload {
     int              uses, fresh;  /* regions that use it; encodes in this epoch         */
 } gck_payload;
 
-/* 1 when it has its bytes itself, and no outer hook. */
+/* 1 when it has its bytes itself, and no outer hook; at a place, where they need not be moved to be read. */
 static inline int gck_payload_has_bytes(const gck_payload *payload)
 {
-    return payload->arrays.codes != NULL || payload->own.handle != NULL;
+    return payload->arrays.codes != NULL || payload->own.handle != NULL || gck_placed_is_near(&payload->placed);
 }
+
+/* For reading at a place: *arrays, with `near`, until gck_placed_let_go(&payload->placed).  1; 0: it is at none, or there is no
+ * room; -1. */
+int gck_payload_bring(gck_payload *payload, void *stream, gck_arrays *arrays);
+
+/* *arrays for gck_payload_view(), if it has its bytes itself, until gck_payload_has_read(), which returns the status, or -1.
+ * 1; 0: it has not; -1. */
+int gck_payload_read(gck_payload *payload, void *stream, gck_arrays *arrays);
+int gck_payload_has_read(gck_payload *payload, void *stream, gck_arrays *arrays, int status);
 
 /* New references, or their end. */
 gck_arrays gck_arrays_again(gck_arrays arrays);

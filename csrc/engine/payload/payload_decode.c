@@ -34,14 +34,28 @@ static int align(PyObject **array, const void *data, uintptr_t to)
     return *array != NULL ? 0 : -1;
 }
 
+/* Have the bytes where a place brings them.  1; 0: they are at none, or it has no room; -1. */
+static int bring(gck_payload *self, const gck_tensor *view, gck_batch *batch, gck_arrays *arrays)
+{
+    int brought = gck_payload_bring(self, view->stream, arrays);
+
+    if (brought == 0 && gck_is_placed(&self->placed) && batch != NULL && batch->n > 0) {    /* it may give some */
+        brought = gck_batch_flush(batch) < 0 ? -1 : gck_payload_bring(self, view->stream, arrays);
+    }
+    return brought;
+}
+
 /* Decode the bytes into out, whose view this is.  0 or -1. */
 static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
 {
-    gck_arrays arrays = {NULL, NULL};
+    gck_arrays arrays = {.codes = NULL};
+    gck_payload *of = self->merged ? self->twin : self;
     gck_batch own;
     gck_bytes bytes;
-    const int named = self->own.handle == NULL || crosses_streams(self, view->stream);     /* Python tensors of them */
-    int status = named && gck_payload_arrays(self, &arrays) < 0 ? -1 : gck_payload_view(self, arrays, &bytes);
+    const int brought = bring(of, view, batch, &arrays);
+    const int named = !brought && (self->own.handle == NULL || crosses_streams(self, view->stream));    /* as tensors */
+    int status = brought < 0 || (named && gck_payload_arrays(self, &arrays) < 0)
+               ? -1 : gck_payload_view(self, arrays, &bytes);
 
     gck_batch_begin(&own, self->state, 1);
     if (status == 0 && arrays.codes != NULL) {
@@ -53,7 +67,8 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
     if (status == 0) {
         const gck_tensor values = self->once != NULL ? gck_payload_values(self, NULL, NULL) : *view;
         const int waits = gck_batch_takes(batch, self->codec, &values);
-        status = gck_batch_add(waits ? batch : &own, self, out, arrays, view->stream) < 0 ? -1 : gck_batch_flush(&own);
+        status = gck_batch_add(waits ? batch : &own, brought ? of : self, out, arrays, view->stream) < 0
+               ? -1 : gck_batch_flush(&own);
     }
     gck_arrays_clear(&arrays);
     return status;

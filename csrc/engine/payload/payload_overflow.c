@@ -123,6 +123,7 @@ static void overflow(gck_payload *p)
     if (p->codec->max_error == 0 || p->codec->counted != NULL) {     /* too little room: nothing is there */
         gck_arrays_clear(&p->arrays);
         gck_arrays_clear(&p->saved);
+        gck_placed_drop(&p->placed);
     }
 }
 
@@ -139,25 +140,15 @@ static int compare(const gck_payload *self, gck_bytes mine, gck_bytes firsts)
     return status;
 }
 
-int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
+/* Queue the question, if both have their bytes.  0 or -1. */
+static int ask(gck_payload *self, gck_payload *first)
 {
-    const gck_device_kind *kind = self->device >= 0 ? gck_device_kind_at(gck_device_kind_of(self->device)) : NULL;
-    gck_arrays arrays = {NULL, NULL}, others = gck_arrays_again(first->arrays);
+    gck_arrays arrays = {.codes = NULL}, others = {.codes = NULL};
     gck_bytes mine, firsts;
-    /* When the answer comes, its memory is let go: a decode that runs then holds Python tensors of it. */
-    int status = self->has_values && self->overflow == NULL ? gck_payload_arrays(self, &arrays) : 0;
+    int read = gck_payload_read(self, self->stream, &arrays), status = 0;
 
-    if (status < 0) {
-        gck_arrays_clear(&others);
-        return -1;
-    }
-    if (!self->has_values) {                     /* on paper, one tensor of one version has the same values */
-        if ((self->overflow = gck_overflow_take(-1)) != NULL) {
-            self->late = GCK_OVERFLOW_NONE;
-            self->twin = (gck_payload *)Py_NewRef((PyObject *)first);
-            wait_for(self);
-        }
-    } else if (kind->compare != NULL && self->overflow == NULL && self->nbytes == first->nbytes && take(self)) {
+    read = read > 0 ? gck_payload_read(first, self->stream, &others) : read;
+    if (read > 0 && take(self)) {
         status = gck_payload_view(self, arrays, &mine) < 0 || gck_payload_view(first, others, &firsts) < 0 ? -1 : 0;
         if (status == 0 && compare(self, mine, firsts) == GCK_OK) {
             self->twin = (gck_payload *)Py_NewRef((PyObject *)first);
@@ -166,9 +157,32 @@ int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
             cancel(self);
         }
     }
+    status = gck_payload_has_read(first, self->stream, &others, read < 0 ? -1 : status);
+    return gck_payload_has_read(self, self->stream, &arrays, status);
+}
+
+int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
+{
+    const gck_device_kind *kind = self->device >= 0 ? gck_device_kind_at(gck_device_kind_of(self->device)) : NULL;
+    gck_arrays arrays = {.codes = NULL};
+
+    if (!self->has_values) {                     /* on paper, one tensor of one version has the same values */
+        if ((self->overflow = gck_overflow_take(-1)) != NULL) {
+            self->late = GCK_OVERFLOW_NONE;
+            self->twin = (gck_payload *)Py_NewRef((PyObject *)first);
+            wait_for(self);
+        }
+        return 0;
+    }
+    if (kind->compare == NULL || self->overflow != NULL || self->nbytes != first->nbytes) {
+        return 0;
+    }
+    /* When the answer comes, its memory is let go: a decode that runs then holds Python tensors of it. */
+    if (!gck_is_placed(&self->placed) && gck_payload_arrays(self, &arrays) < 0) {
+        return -1;
+    }
     gck_arrays_clear(&arrays);
-    gck_arrays_clear(&others);
-    return status;
+    return ask(self, first);
 }
 
 /* The answer came. */

@@ -72,20 +72,20 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
 
 int gck_sharing_proof(gck_payload *a, gck_payload *b)
 {
-    gck_arrays x = gck_arrays_again(a->arrays), y = gck_arrays_again(b->arrays);
+    gck_arrays x = {.codes = NULL}, y = {.codes = NULL};
     gck_bytes left, right;
-    int same = !gck_payload_has_bytes(a) || !gck_payload_has_bytes(b) || a->overflow != NULL
-            || a->nbytes != b->nbytes ? 0 : -1;
+    int same = a->overflow != NULL || a->nbytes != b->nbytes ? 0 : gck_payload_read(a, NULL, &x);
 
-    if (same < 0 && gck_payload_view(a, x, &left) == 0 && gck_payload_view(b, y, &right) == 0) {
+    same = same > 0 ? gck_payload_read(b, NULL, &y) : same;
+    if (same > 0 && gck_payload_view(a, x, &left) == 0 && gck_payload_view(b, y, &right) == 0) {
         Py_BEGIN_ALLOW_THREADS
         /* on paper, one tensor of one version has the same values */
         same = !a->has_values || same_bytes(left, right, a->lengths);
         Py_END_ALLOW_THREADS
     }
-    gck_arrays_clear(&x);
-    gck_arrays_clear(&y);
-    return same;
+    same = PyErr_Occurred() ? -1 : same;
+    same = gck_payload_has_read(b, NULL, &y, same);
+    return gck_payload_has_read(a, NULL, &x, same);
 }
 
 int gck_sharing_holds(gck_payload *first, gck_input *in)
@@ -97,7 +97,7 @@ int gck_sharing_holds(gck_payload *first, gck_input *in)
     gck_how how;
     int status;
 
-    if (gck_counts_as_device(first->device) || first->nbytes > SCRATCH || !gck_payload_has_bytes(first)
+    if (gck_counts_as_device(first->device) || gck_is_placed(&first->placed) || first->nbytes > SCRATCH || !gck_payload_has_bytes(first)
         || first->overflow != NULL) {
         return 0;
     }

@@ -219,11 +219,11 @@ static PyObject *call_plain(const gck_py *py, const gck_options *o, PyObject *co
 static PyObject *call_non_reentrant(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
                                     PyObject *kwargs)
 {
-    PyObject *context = NULL, *result = NULL;
+    PyObject *context = NULL, *result = NULL, *place = NULL;
     gck_frame *frame;
     gck_plan plan;
 
-    if (gck_options_plan(state, o->compress, &plan) < 0) {
+    if (gck_options_plan(state, o->compress, &plan) < 0 || gck_options_place(state, o->offload, &plan, &place) < 0) {
         return NULL;
     }
     frame = gck_frame_new(state);
@@ -233,6 +233,7 @@ static PyObject *call_non_reentrant(gck_state *state, const gck_options *o, PyOb
             : call_plain(&state->py, o, args, nargs, kwargs);
     }
     Py_XDECREF(context);
+    Py_XDECREF(place);
     Py_XDECREF((PyObject *)frame);
     return result;
 }

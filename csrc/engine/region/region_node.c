@@ -22,7 +22,7 @@
 
 static const char selective_doc[] =
     "One graph node for a region that keeps what a policy names and recomputes the rest.\n\n"
-    "``SelectiveRecompute.apply(function, policy, *args, compress=None, **kwargs)`` returns the result of\n"
+    "``SelectiveRecompute.apply(function, policy, *args, compress=None, offload=None, **kwargs)`` returns the result of\n"
     "``function(*args, **kwargs)``.\n\n"
     "Args:\n"
     "    function: A Module, a bound method of one, or a ``functools.partial`` of these, whose parameters are\n"
@@ -31,7 +31,7 @@ static const char selective_doc[] =
     "        restrictions.\n"
     "    policy: As in gradckpt.compat.create_selective_checkpoint_contexts; None keeps nothing.\n"
     "    *args, **kwargs: Passed to ``function``. Tensors may be nested in containers.\n"
-    "    compress: How the tensors among them are kept, as in gradckpt.checkpoint.\n\n"
+    "    compress, offload: How and where the tensors among them are kept, as in gradckpt.checkpoint.\n\n"
     "Raises:\n"
     "    RuntimeError: in backward: a second one, when anything was kept; a gradient of the gradient; for callables\n"
     "        that are not modules, ``autograd.grad`` or ``backward(inputs=...)``; a module that uses a tensor which\n"
@@ -234,13 +234,15 @@ PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *c
 
 /* ---- SelectiveRecompute.apply ---- */
 
-/* Take our keyword, compress, out of kwargs (a dict, or NULL). */
-static int take_options(gck_state *state, PyObject *kwargs, gck_plan *plan)
+/* Take our keywords, compress and offload, out of kwargs (a dict, or NULL).  *place: as gck_options_place(). */
+static int take_options(gck_state *state, PyObject *kwargs, gck_plan *plan, PyObject **place)
 {
     PyObject *compress = kwargs != NULL ? PyDict_GetItemString(kwargs, "compress") : NULL;
+    PyObject *offload = kwargs != NULL ? PyDict_GetItemString(kwargs, "offload") : NULL;
 
-    if (gck_options_plan(state, compress, plan) < 0
-        || (compress != NULL && PyDict_DelItemString(kwargs, "compress") < 0)) {
+    if (gck_options_plan(state, compress, plan) < 0 || gck_options_place(state, offload, plan, place) < 0
+        || (compress != NULL && PyDict_DelItemString(kwargs, "compress") < 0)
+        || (offload != NULL && PyDict_DelItemString(kwargs, "offload") < 0)) {
         return -1;
     }
     if (plan->fake_quantize) {
@@ -291,9 +293,9 @@ static PyObject *apply_selective(gck_state *state, PyObject *const *all, Py_ssiz
 {
     gck_packing packing = {.state = state, .nested = 1};
     gck_frame *frame = gck_frame_new(state);
-    PyObject *tensors = NULL, *result = NULL;
+    PyObject *tensors = NULL, *result = NULL, *place = NULL;
 
-    if (frame == NULL || take_options(state, kwargs, &packing.plan) < 0 || refuse_functorch(&state->py) < 0) {
+    if (frame == NULL || take_options(state, kwargs, &packing.plan, &place) < 0 || refuse_functorch(&state->py) < 0) {
         goto exit;
     }
     kwargs = kwargs != NULL && PyDict_Size(kwargs) > 0 ? kwargs : NULL;
@@ -310,6 +312,7 @@ static PyObject *apply_selective(gck_state *state, PyObject *const *all, Py_ssiz
 
 exit:
     Py_XDECREF(tensors);
+    Py_XDECREF(place);
     Py_XDECREF((PyObject *)frame);
     return result;
 }

@@ -76,7 +76,7 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     if (own.x != NULL) {
         payload = gck_payload_new(state, codec, &own, first,
                                   stochastic ? gck_next_dither(state, plan, 0, &dither) : NULL,
-                                  (outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION) | GCK_WITHOUT_HOLES,
+                                  (outer ? GCK_FOR_REGION_SAVED : GCK_FOR_REGION) | GCK_WITHOUT_HOLES, plan->place,
                                   outer || in->view.device < 0 ? NULL : batch, &skip);
     }
     if (payload == NULL) {

@@ -17,6 +17,7 @@ typedef struct {
     PyObject   *outer_pack, *outer_unpack;       /* hooks around ours, or NULL           */
     int64_t     number, last;                    /* the node being made, and the last of those that packing made
                                                   * meanwhile (outer hooks, torch without _make_saved_tensor) */
+    PyObject   *place;                           /* that of packing.plan; NULL           */
     PyObject   *by_thread;                       /* of a pair that any thread may use: dict, id of a thread ->
                                                   * its SavedHooks; else NULL                */
 } gck_saved_hooks;

@@ -202,6 +202,7 @@ static gck_saved_hooks *of_thread(gck_saved_hooks *pair)
         if (made != NULL) {
             made->packing = pair->packing;
             made->formats = pair->formats;
+            made->place = Py_XNewRef(pair->place);
             if (pair->waits && (made->waiting = gck_saved_list_of_thread()) == NULL) {
                 Py_CLEAR(made);
             }
@@ -256,6 +257,7 @@ static void hooks_dealloc(PyObject *op)
 {
     PyObject_GC_UnTrack(op);
     hooks_clear(op);
+    Py_XDECREF(((gck_saved_hooks *)op)->place);
     gck_object_free(op);
 }
 
@@ -315,30 +317,41 @@ static int read_formats(PyObject *pairs, gck_saved_formats *formats)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* New reference.  formats: a tuple, see above; with one, nothing is encoded before its node is
- * known. */
-static gck_saved_hooks *hooks_new(gck_state *state, PyObject *compress, PyObject *formats)
+/* Borrowed from the caller.  formats: a tuple, see above; with one, nothing is encoded before its node is known. */
+typedef struct {
+    PyObject *compress, *formats, *place;
+} asked;
+
+/* New reference. */
+static gck_saved_hooks *hooks_new(gck_state *state, const asked *what)
 {
     gck_plan plan;
+    PyObject *place;
     gck_saved_hooks *self;
 
-    if (gck_options_plan(state, compress, &plan) < 0
-        || (self = (gck_saved_hooks *)PyType_GenericAlloc(state->SavedHooks, 0)) == NULL) {
+    if (gck_options_plan(state, what->compress, &plan) < 0
+        || gck_options_place(state, what->place, &plan, &place) < 0) {
         return NULL;
     }
+    self = (gck_saved_hooks *)PyType_GenericAlloc(state->SavedHooks, 0);
+    if (self == NULL) {
+        Py_XDECREF(place);
+        return NULL;
+    }
+    self->place = place;
     self->packing = (gck_packing){.state = state, .plan = plan};
     self->formats = gck_saved_formats_of(plan.codec);
-    self->waits = plan.codec->max_error > 0 || PyTuple_Size(formats) > 0;
-    if (read_formats(formats, &self->formats) < 0) {
+    self->waits = plan.codec->max_error > 0 || PyTuple_Size(what->formats) > 0;
+    if (read_formats(what->formats, &self->formats) < 0) {
         Py_CLEAR(self);
     }
     return self;
 }
 
 /* New reference; NULL: nothing was pushed.  Under other hooks tensors wait in a list of their own. */
-static gck_saved_hooks *push_ours(gck_state *state, PyObject *compress, PyObject *formats, PyObject *top)
+static gck_saved_hooks *push_ours(gck_state *state, const asked *what, PyObject *top)
 {
-    gck_saved_hooks *self = hooks_new(state, compress, formats);
+    gck_saved_hooks *self = hooks_new(state, what);
     PyObject *op = (PyObject *)self;
 
     if (self != NULL
@@ -354,7 +367,7 @@ static gck_saved_hooks *push_ours(gck_state *state, PyObject *compress, PyObject
 /* Make hooks the innermost ones: ours, or once more those of a region that runs again.  Such a region
  * keeps no saved tensor, so there is nothing to compress, and it needs its saved tensors one by one, in
  * the order in which autograd saves them.  *self: new reference, NULL in a region.  0 or -1. */
-static int push(gck_state *state, PyObject *compress, PyObject *formats, gck_saved_hooks **self)
+static int push(gck_state *state, const asked *what, gck_saved_hooks **self)
 {
     gck_hooks_owner owner;
     PyObject *region, *top = gck_innermost_hooks(state, &owner, &region);
@@ -365,7 +378,7 @@ static int push(gck_state *state, PyObject *compress, PyObject *formats, gck_sav
         state->stats.uncompressed[GCK_SKIP_REGION]++;
         status = gck_done(PyObject_Call(state->py.push_hooks, top, NULL));
     } else if (top != NULL) {
-        *self = push_ours(state, compress, formats, top);
+        *self = push_ours(state, what, top);
         status = *self != NULL ? 0 : -1;
     }
     Py_XDECREF(top);
@@ -374,11 +387,12 @@ static int push(gck_state *state, PyObject *compress, PyObject *formats, gck_sav
 
 PyObject *gck_saved_hooks_pair(PyObject *module, PyObject *args)
 {
-    PyObject *compress, *formats, *pack = NULL, *unpack = NULL, *pair = NULL;
+    PyObject *pack = NULL, *unpack = NULL, *pair = NULL;
     gck_saved_hooks *self;
+    asked what;
 
-    if (!PyArg_ParseTuple(args, "OO!:saved_pair", &compress, &PyTuple_Type, &formats)
-        || (self = hooks_new(gck_state_of(module), compress, formats)) == NULL) {
+    if (!PyArg_ParseTuple(args, "OO!O:saved_pair", &what.compress, &PyTuple_Type, &what.formats, &what.place)
+        || (self = hooks_new(gck_state_of(module), &what)) == NULL) {
         return NULL;
     }
     if ((self->by_thread = PyDict_New()) != NULL
@@ -414,11 +428,11 @@ PyObject *gck_saved_hooks_are_lossy_py(PyObject *module, PyObject *unused)
 
 PyObject *gck_saved_hooks_push(PyObject *module, PyObject *args)
 {
-    PyObject *compress, *formats;
     gck_saved_hooks *self;
+    asked what;
 
-    if (!PyArg_ParseTuple(args, "OO!:saved_push", &compress, &PyTuple_Type, &formats)
-        || push(gck_state_of(module), compress, formats, &self) < 0) {
+    if (!PyArg_ParseTuple(args, "OO!O:saved_push", &what.compress, &PyTuple_Type, &what.formats, &what.place)
+        || push(gck_state_of(module), &what, &self) < 0) {
         return NULL;
     }
     Py_XDECREF((PyObject *)self);
@@ -477,13 +491,14 @@ static int look_behind(gck_saved_hooks *self, PyObject *result)
 PyObject *gck_saved_hooks_call(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
-    PyObject *compress, *formats, *function, *tuple, *kwargs, *result;
+    PyObject *function, *tuple, *kwargs, *result;
     gck_saved_hooks *self;
     gck_error error;
+    asked what;
 
-    if (!PyArg_ParseTuple(args, "OO!OO!O!:saved_call", &compress, &PyTuple_Type, &formats, &function, &PyTuple_Type,
-                          &tuple, &PyDict_Type, &kwargs)
-        || push(state, compress, formats, &self) < 0) {
+    if (!PyArg_ParseTuple(args, "OO!OOO!O!:saved_call", &what.compress, &PyTuple_Type, &what.formats, &what.place,
+                          &function, &PyTuple_Type, &tuple, &PyDict_Type, &kwargs)
+        || push(state, &what, &self) < 0) {
         return NULL;
     }
     result = PyObject_Call(function, tuple, kwargs);

@@ -109,7 +109,8 @@ static PyObject *payload_of(gck_op_storage *store, gck_input *in, const gck_plan
     if (store->hooks != NULL && gck_done(PyObject_Call(state->py.push_hooks, store->hooks, NULL)) < 0) {
         return NULL;
     }
-    payload = gck_payload_new(state, plan->codec, in, NULL, gck_next_dither(state, plan, 1, &dither), use, NULL, skip);
+    payload = gck_payload_new(state, plan->codec, in, NULL, gck_next_dither(state, plan, 1, &dither), use,
+                              plan->place, NULL, skip);
     if (store->hooks != NULL) {
         gck_hooks_pop(&state->py);
     }
@@ -318,7 +319,7 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *un
     gck_input in = gck_input_of(x);
     reason = gck_input_judge(&state->py, &in, bits, 0);
     if (reason == GCK_COMPRESS) {
-        val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, &skip);
+        val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, NULL, &skip);
         state->stats.discrete_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
     } else if (reason > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL
                && gck_count_bytes(&state->py, val, &state->stats.discrete_bytes) < 0) {

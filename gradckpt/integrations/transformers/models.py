@@ -27,7 +27,7 @@ from gradckpt._models.adapter import (
 )
 from gradckpt._models.inactivity import ADAPTER, describe, is_on
 from gradckpt._models.keywords import Settings
-from gradckpt._models.offload import offloaded
+from gradckpt._engine.places import offload_of
 from gradckpt._offload import Offload
 
 __all__ = [
@@ -104,8 +104,8 @@ def settings_of(model: Any) -> dict[Any, dict[str, Any]]:
     if adapter is None or adapter.function is None:
         return {}
     keywords = {key: value for key, value in adapter.function.keywords.items() if key != "use_reentrant"}  # type: ignore[attr-defined]
-    if adapter.function.func is offloaded:  # type: ignore[attr-defined]
-        keywords["offload"] = adapter.function.args[0]  # type: ignore[attr-defined]
+    if "offload" in keywords:
+        keywords["offload"] = offload_of(keywords["offload"])
     return {layer: dict(keywords) for layer in adapter.layers(model)}
 
 

@@ -1,5 +1,6 @@
 /* codecs.cpp: the kind of device that gradckpt knows this one as: gck_device_kind.  Its kernels are those of
  * csrc/codec/cuda, compiled for the host, and queued as kernels are. */
+#include "link.h"
 #include "torch_parts.h"
 
 #include "gradckpt.h"
@@ -299,7 +300,7 @@ enum { DLPACK_EXTENSION = 12 };               /* kDLExtDev: what torch calls Pri
 const gck_device_kind kind = {
     .name = "virtual", .dlpack = DLPACK_EXTENSION, .check = check, .stream = stream, .set_stream = set_stream,
     .is_captured = is_captured, .encode = encode, .decode = decode, .compare = compare,
-    .words = words_for, .error = error,
+    .words = words_for, .error = error, .link = &device_link,
 };
 
 }  /* namespace */

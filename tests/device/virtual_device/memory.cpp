@@ -148,6 +148,16 @@ void deallocate_pinned(void *p)
     }
 }
 
+void remember_pinned(void *p, size_t nbytes) { pinned[(uintptr_t)p] = nbytes; }
+
+void forget_pinned(void *p)
+{
+    auto found = pinned.find((uintptr_t)p);
+
+    forget_accesses(found->first, found->second);
+    pinned.erase(found);
+}
+
 bool is_pinned(const void *p)
 {
     Lock lock;

@@ -50,6 +50,9 @@ size_t capacity();
 void *allocate_pinned(size_t nbytes);
 void  deallocate_pinned(void *p);
 bool  is_pinned(const void *p);
+/* Memory that another owns, as cudaHostRegister(). */
+void  remember_pinned(void *p, size_t nbytes);
+void  forget_pinned(void *p);
 
 }  /* namespace virtual_device */
 

@@ -22,6 +22,7 @@ bool threads_are_ordered;
 Mode mode = LATE;
 std::mt19937_64 randomness;
 enum { QUERIES = 3 };                         /* that answer no before one runs what it asks for */
+enum { PRIVATE = 1000 };                      /* ids of streams that torch does not know */
 
 double now()
 {
@@ -155,6 +156,18 @@ Stream *new_stream(int device)
     return (size_t)id < per_device[device].size() ? per_device[device][(size_t)id] : add_stream(device);
 }
 
+Stream *private_stream(int device)
+{
+    Stream *s = new Stream;
+
+    ensure();
+    s->device = device;
+    s->number = (int)streams.size();
+    s->id = PRIVATE + s->number;
+    streams.push_back(s);
+    return s;
+}
+
 Stream *current_stream(int device)
 {
     Stream *&s = this_thread().current[device];
@@ -280,8 +293,10 @@ void synchronise_device(int device)
 {
     refuse_in_capture("to wait for a device");
     ensure();
-    for (size_t i = 0; i < per_device[device].size(); i++) {
-        synchronise(per_device[device][i]);
+    for (size_t i = 0; i < streams.size(); i++) {
+        if (streams[i]->device == device) {
+            synchronise(streams[i]);
+        }
     }
 }
 

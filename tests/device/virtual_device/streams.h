@@ -90,6 +90,8 @@ struct Operation {
 
 Stream *stream_at(int device, int64_t id);
 Stream *new_stream(int device);
+/* One that torch does not know, and that no other caller gets. */
+Stream *private_stream(int device);
 Stream *current_stream(int device);
 const std::vector<Stream *> &all_streams();
 

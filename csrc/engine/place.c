@@ -1,0 +1,482 @@
+/* place.c: a store of the process, and an offloader for each device that has payloads there. */
+#include "engine/place.h"
+
+#include "offload/offloader.h"
+#include "torch/calls.h"
+#include "torch/device.h"
+#include "torch/input.h"
+#include "torch/stream.h"
+#include "torch/tensor.h"
+
+#include <errno.h>
+#include <string.h>
+#include <structmember.h>
+#include <unistd.h>
+
+enum { DEVICES = 16, AUTO = -1 };
+
+typedef struct {
+    int            device;
+    gck_offloader *offloader;
+    PyObject      *memory;                       /* list of tensors: its ring */
+} place_of_device;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject       *weakrefs, *directory;        /* bytes; NULL: no file */
+    long long       host_budget, ring, held, min_bytes;
+    int             prefetch, payloads;          /* payloads: for how many a ring of no given size has room */
+    pid_t           process;
+    gck_byte_store *store;
+    place_of_device devices[DEVICES];
+    int             n;
+    long long       kept;                        /* payloads that stayed on their device */
+} gck_place;
+
+/* ---- errors ---- */
+
+/* What a status says; borrowed. */
+static const char *text_of(const gck_offloader *offloader, int device, int status)
+{
+    return status == GCK_STORE_DEVICE ? gck_device_error(device, gck_offloader_status(offloader))
+                                      : gck_byte_store_text(status);
+}
+
+/* A payload stays on its device: say why, once.  0, or -1: that is an error. */
+static int stays(gck_state *state, gck_place *self, const char *why)
+{
+    self->kept++;
+    return gck_done(PyObject_CallFunction(state->py.call.stays_on_device, "Os", self, why)) < 0 ? -1 : 0;
+}
+
+static int cannot_read(const gck_placed *placed, int64_t nbytes, const char *why)
+{
+    const gck_place *self = (gck_place *)placed->place;
+
+    PyErr_Format(PyExc_RuntimeError, "gradckpt: %lld bytes that were offloaded to %s cannot be read: %s; gradients of "
+                 "this step cannot be computed, so run it again", (long long)nbytes,
+                 self->directory != NULL ? "a disk" : "host memory", why);
+    return -1;
+}
+
+/* Raise what keeps a store from being made; -1. */
+static int cannot_be_made(const char *directory, int status)
+{
+    if (status == GCK_STORE_NO_MEMORY || status == ENOMEM || directory == NULL) {
+        PyErr_SetString(PyExc_MemoryError, "gradckpt: offload= finds no memory for its budget; lower host_budget");
+        return -1;
+    }
+    PyErr_Format(PyExc_ValueError, "gradckpt: offload='disk' cannot use the directory %s: %s; pass another one, as "
+                 "in gradckpt.Offload('disk', directory='/scratch')", directory,
+                 status == EINVAL || status == EOPNOTSUPP ? "its file system has no O_DIRECT"
+                                                           : gck_byte_store_text(status));
+    return -1;
+}
+
+/* What went wrong with bytes of a device; borrowed. */
+static const char *error_of(const gck_placed *placed, int status)
+{
+    const gck_place *self = (gck_place *)placed->place;
+
+    for (int i = 0; i < self->n; i++) {
+        if (self->devices[i].offloader == gck_offloaded_of(placed->bytes)) {
+            return text_of(self->devices[i].offloader, self->devices[i].device, status);
+        }
+    }
+    return gck_byte_store_text(status);
+}
+
+/* ---- the place ---- */
+
+/* In a forked child all is the parent's: begin anew.  0 or -1. */
+static int have_store(gck_place *self)
+{
+    const gck_byte_store_options options = {
+        .memory = self->host_budget, .prefetch = self->prefetch, .threads = 2,
+        .directory = self->directory != NULL ? PyBytes_AsString(self->directory) : NULL,
+    };
+    gck_byte_store *made;
+    int status;
+
+    if (self->store != NULL && self->process == getpid()) {
+        return 0;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = gck_byte_store_new(&options, &made);
+    Py_END_ALLOW_THREADS
+    if (status != 0) {
+        return cannot_be_made(options.directory, status);
+    }
+    self->store = made;
+    self->process = getpid();
+    self->n = 0;
+    return 0;
+}
+
+/* *found: what this device has here.  1; 0: it cannot, see *why; -1. */
+static int have_device(gck_place *self, int device, place_of_device **found, const char **why)
+{
+    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));
+    const gck_offloader_options options = {.held = self->held, .prefetch = self->prefetch};
+    place_of_device *made = &self->devices[self->n];
+    int status, shared = 0;
+
+    for (int i = 0; i < self->n; i++) {
+        if (self->devices[i].device == device) {
+            *found = &self->devices[i];
+            return 1;
+        }
+    }
+    if (kind == NULL || kind->link == NULL || self->n == DEVICES) {
+        *why = "gradckpt cannot copy from this device";
+        return 0;
+    }
+    if (kind->link->is_shared(gck_device_index(device), &shared) == GCK_OK && shared) {
+        *why = "the memory of this device is the host's";
+        return 0;
+    }
+    *made = (place_of_device){.device = device, .memory = PyList_New(0)};
+    if (made->memory == NULL) {
+        return -1;
+    }
+    status = gck_offloader_new(kind->link, gck_device_index(device), self->store, &options, &made->offloader);
+    if (status != 0) {                           /* with the GIL: no other thread makes it */
+        *why = made->offloader != NULL ? text_of(made->offloader, device, status) : gck_byte_store_text(status);
+        Py_CLEAR(made->memory);                  /* what it has of the device stays: that failed */
+        return 0;
+    }
+    self->n++;
+    *found = made;
+    return 1;
+}
+
+/* Make the ring as large as it should be.  0 or -1. */
+static int have_ring(gck_state *state, gck_place *self, place_of_device *of, int64_t nbytes, void *stream)
+{
+    const int64_t more = self->ring != AUTO ? (PyList_Size(of->memory) == 0 ? self->ring : 0)
+                                            : gck_offloader_wants(of->offloader, nbytes, self->payloads);
+    gck_dl_tensor dl;
+    PyObject *memory;
+    int status = -1;
+
+    if (more == 0) {
+        return 0;
+    }
+    memory = gck_bytes_empty(&state->py, more, of->device);
+    if (memory != NULL && gck_read_dlpack(&state->py, memory, &dl) > 0 && PyList_Append(of->memory, memory) == 0) {
+        status = gck_offloader_add(of->offloader, (char *)dl.data + dl.byte_offset, more, stream);
+        if (status != 0) {
+            PyErr_Format(PyExc_RuntimeError, "gradckpt: offload= cannot use a device: %s; train without it",
+                         text_of(of->offloader, of->device, status));
+            status = -1;
+        }
+    }
+    Py_XDECREF(memory);
+    return status;
+}
+
+/* ---- payloads ---- */
+
+static int take_on_host(gck_state *state, gck_place *self, int64_t nbytes, gck_placed *placed)
+{
+    int status;
+
+    if (self->directory == NULL) {
+        return stays(state, self, "it is in host memory already");
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = gck_byte_store_reserve(self->store, nbytes, &placed->item);
+    Py_END_ALLOW_THREADS
+    return status == 0 ? 1 : stays(state, self, gck_byte_store_text(status));
+}
+
+static int take_on_device(gck_state *state, gck_place *self, int64_t nbytes, int device, void *stream,
+                          gck_placed *placed)
+{
+    place_of_device *of = NULL;
+    const char *why = NULL;
+    int status = have_device(self, device, &of, &why);
+
+    if (status <= 0) {
+        return status < 0 ? -1 : stays(state, self, why);
+    }
+    if (gck_stream_is_captured(device, stream)) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: offload= cannot be captured in a graph; capture without it");
+        return -1;
+    }
+    if (have_ring(state, self, of, nbytes, stream) < 0) {
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = gck_offloader_take(of->offloader, nbytes, stream, &placed->bytes);
+    Py_END_ALLOW_THREADS
+    if (status == GCK_STORE_RING) {              /* counted there: another order than was expected, or a large payload */
+        return 0;
+    }
+    return status == 0 ? 1 : stays(state, self, text_of(of->offloader, device, status));
+}
+
+int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int device, void *stream, gck_placed *placed)
+{
+    gck_place *self = (gck_place *)place;
+    int status;
+
+    *placed = (gck_placed){.place = NULL};
+    if (nbytes < self->min_bytes || nbytes <= 0) {
+        return 0;
+    }
+    if (have_store(self) < 0) {
+        return -1;
+    }
+    status = device < 0 ? take_on_host(state, self, nbytes, placed)
+                        : take_on_device(state, self, nbytes, device, stream, placed);
+    placed->place = status == 1 ? Py_NewRef(place) : NULL;
+    return status;
+}
+
+int gck_placed_is_near(const gck_placed *placed)
+{
+    return placed->item != NULL ? gck_byte_store_is_near(placed->item)
+         : placed->bytes != NULL && gck_offloaded_is_near(placed->bytes);
+}
+
+gck_placed gck_placed_again(const gck_placed *placed)
+{
+    return (gck_placed){Py_XNewRef(placed->place), placed->bytes, placed->item};
+}
+
+void *gck_placed_memory(const gck_placed *placed)
+{
+    return placed->item != NULL ? gck_byte_store_memory(placed->item) : gck_offloaded_memory(placed->bytes);
+}
+
+/* An answer of the device that its errors come from.  0 or -1. */
+static int answered(const gck_placed *placed, int status)
+{
+    if (status == 0) {
+        return 0;
+    }
+    PyErr_Format(PyExc_RuntimeError, "gradckpt: a device refused to offload a payload: %s; train without offload=",
+                 error_of(placed, status));
+    return -1;
+}
+
+int gck_placed_written(gck_placed *placed, void *stream)
+{
+    int status = 0;
+
+    if (placed->item != NULL) {
+        gck_byte_store_filled(placed->item);
+        return 0;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = gck_offloaded_written(placed->bytes, stream);
+    Py_END_ALLOW_THREADS
+    return answered(placed, status);
+}
+
+int gck_placed_bring(gck_placed *placed, void *stream)
+{
+    int status;
+
+    Py_BEGIN_ALLOW_THREADS
+    status = placed->item != NULL ? gck_byte_store_hold(placed->item) : gck_offloaded_bring(placed->bytes, stream);
+    Py_END_ALLOW_THREADS
+    if (status == 0 || status == GCK_STORE_RING) {
+        return status == 0;
+    }
+    return placed->item != NULL
+        ? cannot_read(placed, gck_byte_store_nbytes(placed->item), gck_byte_store_text(status))
+        : cannot_read(placed, gck_offloaded_nbytes(placed->bytes), error_of(placed, status));
+}
+
+int gck_placed_let_go(gck_placed *placed, void *stream)
+{
+    int status;
+
+    if (placed->item != NULL) {
+        gck_byte_store_release(placed->item);
+        return 0;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = gck_offloaded_let_go(placed->bytes, stream);
+    Py_END_ALLOW_THREADS
+    return answered(placed, status);
+}
+
+int gck_placed_copy(gck_placed *placed, int64_t from, int64_t nbytes, void *to, void *stream)
+{
+    int status;
+
+    Py_BEGIN_ALLOW_THREADS
+    if (placed->item == NULL) {
+        status = gck_offloaded_copy(placed->bytes, from, nbytes, to, stream);
+    } else if ((status = gck_byte_store_hold(placed->item)) == 0) {
+        memcpy(to, (char *)gck_byte_store_memory(placed->item) + from, (size_t)nbytes);
+        gck_byte_store_release(placed->item);
+    }
+    Py_END_ALLOW_THREADS
+    if (status == 0) {
+        return 0;
+    }
+    return cannot_read(placed, nbytes, placed->item != NULL ? gck_byte_store_text(status)
+                                                            : error_of(placed, status));
+}
+
+void gck_placed_drop(gck_placed *placed)
+{
+    const gck_placed old = *placed;
+
+    *placed = (gck_placed){.place = NULL};
+    if (old.item != NULL) {
+        gck_byte_store_drop(old.item);
+    } else if (old.bytes != NULL) {
+        gck_offloaded_drop(old.bytes);
+    }
+    Py_XDECREF(old.place);
+}
+
+int gck_place_of(gck_state *state, PyObject *offload, PyObject **place)
+{
+    *place = NULL;
+    if (offload == NULL || offload == Py_None || offload == Py_False) {
+        return 0;
+    }
+    *place = Py_TYPE(offload) == state->Place ? Py_NewRef(offload)
+                                              : PyObject_CallFunction(state->py.call.place_of, "(O)", offload);
+    return *place != NULL ? 0 : -1;
+}
+
+/* ---- the Python type ---- */
+
+static void free_offloaders(gck_place *self)
+{
+    for (int i = 0; i < self->n; i++) {
+        Py_BEGIN_ALLOW_THREADS                   /* their copies end */
+        gck_offloader_free(self->devices[i].offloader);
+        Py_END_ALLOW_THREADS
+        Py_DECREF(self->devices[i].memory);
+    }
+}
+
+static void place_dealloc(PyObject *op)
+{
+    gck_place *self = (gck_place *)op;
+
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs(op);
+    }
+    free_offloaders(self);
+    if (self->store != NULL) {
+        Py_BEGIN_ALLOW_THREADS                   /* its threads end */
+        gck_byte_store_free(self->store);
+        Py_END_ALLOW_THREADS
+    }
+    Py_XDECREF(self->directory);
+    gck_object_free(op);
+}
+
+static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static const char *const names[] = {"directory", "host_budget", "ring", "held", "prefetch", "min_bytes", "payloads",
+                                        NULL};
+    PyObject *path = NULL, *directory;
+    gck_place *self = (gck_place *)PyType_GenericAlloc(type, 0);
+
+    if (self == NULL) {
+        return NULL;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OLLLiLi:Place", (char **)names, &directory, &self->host_budget,
+                                     &self->ring, &self->held, &self->prefetch, &self->min_bytes, &self->payloads)
+        || (directory != Py_None && !PyUnicode_FSConverter(directory, &path))) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    self->directory = path;
+    if (self->host_budget < GCK_FILE_ALIGNMENT) {
+        PyErr_Format(PyExc_ValueError, "gradckpt: host_budget is %lld bytes; pass 4096 or more", self->host_budget);
+        Py_CLEAR(self);
+    } else if (have_store(self) < 0) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+/* Add the figures of one device.  0 or -1. */
+static int add_figures(PyObject *into, const char *name, long long value)
+{
+    PyObject *before = PyDict_GetItemString(into, name);       /* borrowed */
+    PyObject *sum = PyLong_FromLongLong(value + (before != NULL ? PyLong_AsLongLong(before) : 0));
+    const int status = sum == NULL ? -1 : PyDict_SetItemString(into, name, sum);
+
+    Py_XDECREF(sum);
+    return status;
+}
+
+static int figures_of_device(PyObject *into, gck_offloader *offloader)
+{
+    gck_offloader_figures f = {.ring = 0};
+
+    if (offloader != NULL) {
+        gck_offloader_read_figures(offloader, &f);
+    }
+    return add_figures(into, "ring", f.ring) < 0 || add_figures(into, "ring_used", f.ring_used) < 0
+        || add_figures(into, "ring_peak", f.ring_peak) < 0 || add_figures(into, "bytes_out", f.bytes_out) < 0
+        || add_figures(into, "bytes_in", f.bytes_in) < 0 || add_figures(into, "copies_out", f.copies_out) < 0
+        || add_figures(into, "copies_in", f.copies_in) < 0 || add_figures(into, "read_in_ring", f.read_in_ring) < 0
+        || add_figures(into, "prefetched", f.prefetched) < 0 || add_figures(into, "misses_out", f.misses_out) < 0
+        || add_figures(into, "misses_in", f.misses_in) < 0 ? -1 : 0;
+}
+
+static PyObject *place_figures(PyObject *op, PyObject *unused)
+{
+    gck_place *self = (gck_place *)op;
+    gck_byte_store_figures f;
+    PyObject *figures;
+    int status = 0;
+
+    (void)unused;
+    gck_byte_store_read_figures(self->store, &f);
+    figures = Py_BuildValue("{sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL}", "memory", (long long)f.memory,
+                            "memory_used", (long long)f.memory_used, "memory_peak", (long long)f.memory_peak,
+                            "memory_taken", (long long)f.memory_taken, "pinned", (long long)f.pinned, "pin_calls",
+                            (long long)f.pin_calls, "file_used", (long long)f.file_used, "file_peak",
+                            (long long)f.file_peak, "written", (long long)f.written, "read", (long long)f.read, "puts",
+                            (long long)f.puts, "gets", (long long)f.gets, "from_memory", (long long)f.from_memory,
+                            "waits_put", (long long)f.waits_put, "waits_get", (long long)f.waits_get, "kept",
+                            self->kept);
+    status = figures == NULL ? -1 : figures_of_device(figures, NULL);
+    for (int i = 0; i < self->n && status == 0 && self->process == getpid(); i++) {
+        status = figures_of_device(figures, self->devices[i].offloader);
+    }
+    if (status < 0) {
+        Py_CLEAR(figures);
+    }
+    return figures;
+}
+
+static PyMethodDef place_methods[] = {
+    {"figures", place_figures, METH_NOARGS, "figures($self, /)\n--\n\nReturn bytes and calls so far, a dict."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef place_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(gck_place, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot place_slots[] = {
+    {Py_tp_members, place_members},
+    {Py_tp_new, place_new},
+    {Py_tp_dealloc, place_dealloc},
+    {Py_tp_methods, place_methods},
+    {Py_tp_doc, "Where payloads live between forward and backward, see gradckpt.Offload."},
+    {0, NULL},
+};
+
+PyType_Spec gck_place_spec = {
+    .name = "gradckpt._C.Place",
+    .basicsize = sizeof(gck_place),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = place_slots,
+};

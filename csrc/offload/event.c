@@ -1,0 +1,83 @@
+/* event.c: events, which are used again. */
+#include "offload/event.h"
+
+#include <stdlib.h>
+
+int gck_linked_said(gck_linked *on, int status)
+{
+    on->status = status != GCK_OK ? status : on->status;
+    return status;
+}
+
+gck_event *gck_event_take(gck_linked *on)
+{
+    gck_event *event = on->unused;
+
+    if (event != NULL) {
+        on->unused = event->next;
+        event->open = 0;
+        return event;
+    }
+    if ((event = calloc(1, sizeof *event)) != NULL
+        && gck_linked_said(on, on->link->event_new(on->index, &event->handle)) != GCK_OK) {
+        free(event);
+        return NULL;
+    }
+    if (event != NULL) {
+        event->on = on;
+    }
+    return event;
+}
+
+void gck_event_give(gck_event *event)
+{
+    if (event != NULL) {
+        event->next = event->on->unused;
+        event->on->unused = event;
+    }
+}
+
+int gck_event_record(gck_event *event, void *stream)
+{
+    gck_linked *on = event->on;
+    const int status = gck_linked_said(on, on->link->record(on->index, event->handle, stream));
+
+    event->open |= status == GCK_OK;
+    return status;
+}
+
+int gck_event_wait(const gck_event *event, void *stream)
+{
+    gck_linked *on = event->on;
+
+    return event->open ? gck_linked_said(on, on->link->wait(on->index, stream, event->handle)) : GCK_OK;
+}
+
+int gck_event_is_done(gck_event *event)
+{
+    int done = 0;
+
+    if (event->open && event->on->link->is_done(event->on->index, event->handle, &done) == GCK_OK && done) {
+        event->open = 0;
+    }
+    return !event->open;
+}
+
+int gck_event_finish(gck_event *event)
+{
+    gck_linked *on = event->on;
+    const int status = event->open ? gck_linked_said(on, on->link->finish(on->index, event->handle)) : GCK_OK;
+
+    event->open = 0;             /* a device that fails here fails at everything */
+    return status;
+}
+
+void gck_linked_clear(gck_linked *on)
+{
+    while (on->unused != NULL) {
+        gck_event *event = on->unused;
+        on->unused = event->next;
+        on->link->event_free(on->index, event->handle);
+        free(event);
+    }
+}

@@ -1,0 +1,45 @@
+/* event.h: where the queued work on some bytes stands. */
+#ifndef GRADCKPT_EVENT_H
+#define GRADCKPT_EVENT_H
+
+#include "gradckpt.h"
+
+/* A device, as offload/ knows it, and its events that are not in use. */
+typedef struct gck_linked {
+    const gck_link *link;
+    int             index;
+    int             status;        /* the last of it that was not GCK_OK */
+    struct gck_event *unused;
+} gck_linked;
+
+/* The last work that was queued on some bytes, by whatever stream. */
+typedef struct gck_event {
+    gck_linked       *on;
+    void             *handle;
+    int               open;        /* it was recorded, and is not known to be done */
+    struct gck_event *next;
+} gck_event;
+
+/* Record what the device answered: it. */
+int gck_linked_said(gck_linked *on, int status);
+
+/* NULL: there is no memory, or the device makes none. */
+gck_event *gck_event_take(gck_linked *on);
+void       gck_event_give(gck_event *event);
+
+/* Everything that is queued on this stream now comes before it.  0 or a status. */
+int gck_event_record(gck_event *event, void *stream);
+
+/* What is queued on this stream from now on comes after it.  0 or a status. */
+int gck_event_wait(const gck_event *event, void *stream);
+
+/* 1: it is done; 0; the device's error counts as not done. */
+int gck_event_is_done(gck_event *event);
+
+/* Wait for it.  0 or a status. */
+int gck_event_finish(gck_event *event);
+
+/* Free what is not in use. */
+void gck_linked_clear(gck_linked *on);
+
+#endif

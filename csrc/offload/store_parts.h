@@ -1,0 +1,121 @@
+/* store_parts.h: what a store is made of, for the files of this room.
+ *
+ * Each item is at one of these places, under the store's lock:
+ *
+ *     FILLING   memory, which the caller or a device writes  -> HERE
+ *     HERE      memory                                       -> WRITING
+ *     WRITING   memory; room in the file is taken            -> COPIED; HERE: the write failed
+ *     COPIED    memory and file                              -> AWAY
+ *     AWAY      file                                         -> READING
+ *     READING   file; memory is taken                        -> COPIED; AWAY: the read failed
+ *
+ * Its memory goes from COPIED to AWAY only while nothing reads it (`holds`, `in_flight`).  What is dropped while a
+ * thread or a device has it is freed after that. */
+#ifndef GRADCKPT_STORE_PARTS_H
+#define GRADCKPT_STORE_PARTS_H
+
+#include "offload/ranges.h"
+#include "offload/store.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+enum {
+    GCK_STORE_THREADS = 8,       /* at most                                          */
+    GCK_STORE_CHUNK = 16 << 20,  /* bytes: memory grows and is pinned by so many     */
+};
+
+typedef enum {
+    GCK_FILLING, GCK_HERE, GCK_WRITING, GCK_COPIED, GCK_AWAY, GCK_READING,
+} gck_store_place;
+
+struct gck_byte_store_item {
+    gck_byte_store      *store;
+    gck_byte_store_item *older, *newer;   /* in the order in which they were reserved             */
+    gck_byte_store_item *next_job, *next_flight;
+    int64_t              nbytes, padded;
+    int64_t              memory, file;    /* offsets; -1: none                                    */
+    void                *past;            /* owned: its bytes in memory that is not the store's   */
+    uint64_t             digest;
+    gck_store_place      at;
+    int                  holds;           /* of callers                                           */
+    int                  in_flight;       /* a device reads or writes its memory, until `last`; with a file only */
+    gck_event           *last;            /* owned: the device's last use of it; NULL: none       */
+    int                  error;           /* of its last read                                     */
+    int                  dropped;
+};
+
+typedef struct {
+    gck_byte_store_item *first, *last;
+} gck_store_queue;
+
+struct gck_byte_store {
+    pthread_mutex_t        lock;
+    pthread_cond_t         work, done;    /* for the threads; for the callers                     */
+    pthread_t              threads[GCK_STORE_THREADS];
+    int                    n, ending;
+    pid_t                  process;
+    int                    prefetch;
+    gck_linked             pins;          /* pins its memory; link NULL: none does                */
+    char                  *memory;
+    gck_ranges             ranges;        /* of it                                                */
+    gck_space              file_space;
+    gck_file               file;          /* fd -1: none                                          */
+    gck_byte_store_item   *oldest, *newest;
+    gck_store_queue        reads, writes;
+    gck_byte_store_item   *flights, *last_flight;
+    int64_t                dirty;         /* bytes at HERE                                        */
+    gck_byte_store_figures figures;
+};
+
+static inline int gck_store_has_file(const gck_byte_store *store) { return store->file.fd >= 0; }
+
+/* ---- all of these with the lock ---- */
+
+/* store_room.c */
+
+/* Take memory for it, for work on *stream (NULL: the host's), but not that of any from `end` on (NULL: of any).  0; -1:
+ * only what is being moved could give some; -2: nothing could; or a device's status. */
+int gck_store_take(gck_byte_store *store, gck_byte_store_item *item, const gck_byte_store_item *end,
+                   void *const *stream);
+
+/* Give its memory back, after the device's last use of it. */
+void gck_store_give(gck_byte_store_item *item);
+
+/* Have the oldest written that are in memory alone, until so many bytes may stay so. */
+void gck_store_write_down_to(gck_byte_store *store, int64_t most);
+
+/* Free it if it was dropped and no thread and no device has it. */
+void gck_store_free_if_dropped(gck_byte_store_item *item);
+
+/* A device was given work that reads or writes its memory: item->last was recorded after it. */
+void gck_store_flies(gck_byte_store_item *item);
+
+/* Those of which the device is done are here. */
+void gck_store_poll(gck_byte_store *store);
+
+/* Wait until something moved: without the lock meanwhile. */
+void gck_store_await(gck_byte_store *store);
+
+/* Wait for all that devices do with its memory. */
+void gck_store_settle(gck_byte_store *store);
+
+/* store.c */
+
+/* As gck_byte_store_reserve(), for a device. */
+int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream, gck_byte_store_item **item);
+
+/* As gck_byte_store_hold(); wait 0: GCK_STORE_BUSY when its bytes have to be read, which begins. */
+int  gck_store_hold(gck_byte_store_item *item, int wait);
+void gck_store_release(gck_byte_store_item *item);
+void gck_store_drop(gck_byte_store_item *item);
+
+/* store_threads.c */
+
+/* What a thread of the store does; the argument is the store. */
+void *gck_store_run(void *store);
+
+/* Give them a job. */
+void gck_store_push(gck_store_queue *queue, gck_byte_store_item *item);
+
+#endif

@@ -1,0 +1,106 @@
+"""The places of payloads: one C object for equal settings of ``offload=``."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import threading
+import warnings
+import weakref
+from typing import Any
+
+from gradckpt import _C
+from gradckpt._config import GradckptInactiveWarning
+from gradckpt._offload import Offload, parse_offload
+
+__all__ = ["figures", "offload_of", "place_of", "stays_on_device"]
+
+#: For how many payloads a ring of no given size has room: of regions, of compress_saved().
+REGIONS, SAVED = 3, 16
+
+_places: weakref.WeakValueDictionary[tuple[Offload, int], _C.Place] = weakref.WeakValueDictionary()
+_offloads: weakref.WeakKeyDictionary[_C.Place, Offload] = weakref.WeakKeyDictionary()
+#: The latest ones stay open between steps, when no payload holds them.
+_latest: dict[int, _C.Place] = {}
+_lock = threading.Lock()
+
+
+def place_of(offload: Any, payloads: int = REGIONS) -> _C.Place | None:
+    """Return the place of these settings, which all regions of the process share.
+
+    Raises:
+        ValueError, TypeError: They mean nothing, or the directory cannot be used.
+        MemoryError: There is not enough memory.
+    """
+    parsed = parse_offload(offload)
+    if parsed is None:
+        return None
+    with _lock:
+        found = _places.get((parsed, payloads))
+        if found is None:
+            found = _made(parsed, payloads)
+            _places[parsed, payloads] = found
+            _offloads[found] = parsed
+        _latest[payloads] = found
+        return found
+
+
+def _made(offload: Offload, payloads: int) -> _C.Place:
+    def size(value: Any) -> int:
+        return -1 if value == "auto" else int(value)
+
+    return _C.Place(
+        offload.directory,
+        size(offload.host_budget),
+        size(offload.ring),
+        size(offload.keep_last),
+        offload.prefetch,
+        size(offload.min_bytes),
+        payloads,
+    )
+
+
+def offload_of(place: _C.Place) -> Offload:
+    """Return the settings of a place."""
+    return _offloads[place]
+
+
+def _again(place: _C.Place) -> tuple[Any, ...]:
+    """Return how copies and pickles of models make a place again: they share it."""
+    return place_of, (_offloads[place], next(key[1] for key, found in _places.items() if found is place))
+
+
+copyreg.pickle(_C.Place, _again)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _say(place: str, why: str) -> None:
+    warnings.warn(
+        f"gradckpt: offload={place!r} leaves payloads where they are: {why}; see stats()['offload'] for how many",
+        GradckptInactiveWarning,
+        stacklevel=2,
+    )
+
+
+def stays_on_device(place: _C.Place, why: str) -> None:
+    """Say once why a payload stays where it is.
+
+    Raises:
+        RuntimeError: The settings have ``fallback="error"``.
+    """
+    offload = offload_of(place)
+    if offload.fallback == "error":
+        raise RuntimeError(
+            f"gradckpt: offload={offload.place!r} cannot take a payload: {why}; raise host_budget, or pass "
+            'fallback="device"'
+        )
+    _say(offload.place, why)
+
+
+def figures() -> dict[str, int]:
+    """Return the sums over all places that are open."""
+    found: dict[str, int] = {}
+    for place in list(_places.values()):
+        for name, value in place.figures().items():
+            found[name] = found.get(name, 0) + value
+    return found

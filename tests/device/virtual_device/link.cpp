@@ -1,0 +1,171 @@
+/* link.cpp: what gradckpt's offload/ needs of a device: gck_link. */
+#include "link.h"
+
+#include "memory.h"
+#include "torch_parts.h"
+
+#include <cstring>
+
+namespace virtual_device {
+
+namespace {
+
+/* The calls that fail: number `failing` from now on, or from there on all; 0: none. */
+long long calls, failing;
+bool all_after;
+
+enum { REFUSED = 2 };                         /* cudaErrorMemoryAllocation */
+
+int may_fail()
+{
+    calls++;
+    return failing > 0 && (calls == failing || (all_after && calls > failing)) ? REFUSED : GCK_OK;
+}
+
+int stream_new(int index, void **stream)
+{
+    Lock lock;
+    const int status = may_fail();
+
+    *stream = status == GCK_OK ? private_stream(index) : nullptr;
+    return status;
+}
+
+void stream_free(int, void *) {}
+
+int event_new(int, void **event)
+{
+    Lock lock;
+    const int status = may_fail();
+
+    *event = status == GCK_OK ? new Event : nullptr;
+    return status;
+}
+
+void event_free(int, void *event) { delete (Event *)event; }
+
+int record_event(int, void *event, void *stream)
+{
+    Lock lock;
+    const int status = may_fail();
+
+    if (status == GCK_OK) {
+        record((Event *)event, (Stream *)stream);
+    }
+    return status;
+}
+
+int wait_event(int, void *stream, void *event)
+{
+    Lock lock;
+    const int status = may_fail();
+
+    if (status == GCK_OK) {
+        wait((Stream *)stream, *(Event *)event);
+    }
+    return status;
+}
+
+int is_done(int, void *event, int *done)
+{
+    Lock lock;
+    const int status = may_fail();
+
+    *done = status == GCK_OK && query((Event *)event);
+    return status;
+}
+
+int finish(int, void *event)
+{
+    Lock lock;
+    const int status = may_fail();
+
+    if (status == GCK_OK) {
+        synchronise(*(Event *)event);
+    }
+    return status;
+}
+
+/* As cudaMemcpyAsync(): it blocks where the host's side is not pinned. */
+int copy(Stream *s, const char *name, void *to, const void *from, int64_t nbytes, const void *host)
+{
+    Lock lock;
+    const int status = may_fail();
+    const bool later = is_pinned(host) && is_pinned((const char *)host + nbytes - 1);
+
+    if (status != GCK_OK) {
+        return status;
+    }
+    const Operation op = begin_operation(s, intern(name));
+    use_memory(op, from, (size_t)nbytes, false);
+    use_memory(op, to, (size_t)nbytes, true);
+    void *target = writable(to);
+    const void *source = writable(from);
+    queue(s, [=]() { memcpy(target, source, (size_t)nbytes); });
+    if (!later) {
+        drain(s);
+        learn(s->clock);
+    }
+    return GCK_OK;
+}
+
+int copy_out(int, void *stream, void *host, const void *device, int64_t nbytes)
+{
+    return copy((Stream *)stream, "copy out", host, device, nbytes, host);
+}
+
+int copy_in(int, void *stream, void *device, const void *host, int64_t nbytes)
+{
+    return copy((Stream *)stream, "copy in", device, host, nbytes, host);
+}
+
+int pin(int, void *memory, int64_t nbytes)
+{
+    Lock lock;
+    const int status = may_fail();
+
+    if (status == GCK_OK) {
+        remember_pinned(memory, (size_t)nbytes);
+    }
+    return status;
+}
+
+void unpin(int, void *memory)
+{
+    Lock lock;
+    forget_pinned(memory);
+}
+
+int is_shared(int, int *shared)
+{
+    *shared = 0;
+    return GCK_OK;
+}
+
+}  /* namespace */
+
+const gck_link device_link = {
+    .stream_new = stream_new, .stream_free = stream_free, .event_new = event_new, .event_free = event_free,
+    .record = record_event, .wait = wait_event, .is_done = is_done, .finish = finish, .copy_out = copy_out,
+    .copy_in = copy_in, .pin = pin, .unpin = unpin, .is_shared = is_shared,
+};
+
+}  /* namespace virtual_device */
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+/* How many calls there were; the one with number `call` from now on fails (0: none does), and with `all` those after it. */
+long long virtual_link_fails(long long call, int all)
+{
+    virtual_device::Lock lock;
+    const long long before = virtual_device::calls;
+
+    virtual_device::calls = 0;
+    virtual_device::failing = call;
+    virtual_device::all_after = all != 0;
+    return before;
+}
+
+}
+#pragma GCC visibility pop
