@@ -258,6 +258,20 @@ static int make_room(gck_offloaded *b, void *stream)
     return status;
 }
 
+/* Memory of the store.  Only what was copied out can leave it for the file.  0 or a status. */
+static int reserve(gck_offloaded *b)
+{
+    gck_offloader *o = b->offloader;
+    gck_offloaded *held;
+    int status, copied = 0;
+
+    while ((status = gck_store_reserve(o->store, b->nbytes, &o->out, &b->item)) == GCK_STORE_FULL
+           && copied == 0 && (held = oldest_held(o)) != NULL) {
+        copied = copy_out(held);
+    }
+    return copied != 0 ? copied : status;
+}
+
 int gck_offloader_take(gck_offloader *o, int64_t nbytes, void *stream, gck_offloaded **bytes)
 {
     gck_offloaded *b = calloc(1, sizeof *b);
@@ -276,7 +290,7 @@ int gck_offloader_take(gck_offloader *o, int64_t nbytes, void *stream, gck_offlo
     lock(o);
     status = make_room(b, stream);
     o->figures.misses_out += status == GCK_STORE_RING;
-    if (status == 0 && (status = gck_store_reserve(o->store, nbytes, &o->out, &b->item)) != 0) {
+    if (status == 0 && (status = reserve(b)) != 0) {
         leave_ring(b);
     }
     if (status == 0) {

@@ -213,8 +213,8 @@ void gck_store_await(gck_byte_store *store)
         pthread_mutex_unlock(&store->lock);
         gck_event_finish(item->last);
         pthread_mutex_lock(&store->lock);
-        item->holds--;
         gck_store_poll(store);
+        item->holds--;
         gck_store_free_if_dropped(item);
     } else {
         pthread_cond_wait(&store->done, &store->lock);

@@ -14,12 +14,12 @@ namespace {
 long long calls, failing;
 bool all_after;
 
-enum { REFUSED = 2 };                         /* cudaErrorMemoryAllocation */
+const int refused = 2;                        /* cudaErrorMemoryAllocation */
 
 int may_fail()
 {
     calls++;
-    return failing > 0 && (calls == failing || (all_after && calls > failing)) ? REFUSED : GCK_OK;
+    return failing > 0 && (calls == failing || (all_after && calls > failing)) ? refused : (int)GCK_OK;
 }
 
 int stream_new(int index, void **stream)

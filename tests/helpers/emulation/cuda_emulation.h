@@ -557,9 +557,11 @@ static inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { (void)emulation::me
 typedef int cudaError_t;
 typedef void *cudaStream_t;
 typedef enum { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive } cudaStreamCaptureStatus;
-typedef enum { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 } cudaDeviceAttr;
+typedef enum {
+    cudaDevAttrIntegrated = 18, cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76,
+} cudaDeviceAttr;
 typedef enum { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed } cudaStreamCaptureMode;
-enum { cudaSuccess = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, EMULATED_DEVICES = 2 };
+enum { cudaSuccess = 0, cudaErrorNotReady = 600, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, EMULATED_DEVICES = 2 };
 
 /* Shared by the .cu files of one library; the test reads and writes them. */
 extern "C" {
@@ -655,7 +657,7 @@ static inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attr
 {
     const int capability = emulated_capability[device];
 
-    *value = attribute == cudaDevAttrComputeCapabilityMajor ? capability / 10 : capability % 10;
+    *value = attribute == cudaDevAttrIntegrated ? 0 : attribute == cudaDevAttrComputeCapabilityMajor ? capability / 10 : capability % 10;
     return emulation::answer(cudaSuccess);
 }
 
@@ -683,6 +685,71 @@ static inline cudaError_t cudaHostAlloc(void **p, size_t nbytes, unsigned)
     *p = malloc(nbytes);
     return emulation::answer(cudaSuccess);
 }
+
+/* Streams, events and copies: all work is done at once. */
+typedef struct { int recorded; } *cudaEvent_t;
+enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHostRegisterPortable = 1 };
+typedef enum { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 } cudaMemcpyKind;
+
+static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
+{
+    *stream = malloc(1);
+    return emulation::answer(cudaSuccess);
+}
+
+static inline cudaError_t cudaStreamDestroy(cudaStream_t stream)
+{
+    free(stream);
+    return emulation::answer(cudaSuccess);
+}
+
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
+{
+    *event = (cudaEvent_t)calloc(1, sizeof **event);
+    return emulation::answer(cudaSuccess);
+}
+
+static inline cudaError_t cudaEventDestroy(cudaEvent_t event)
+{
+    free(event);
+    return emulation::answer(cudaSuccess);
+}
+
+static inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t)
+{
+    event->recorded++;
+    return emulation::answer(cudaSuccess);
+}
+
+static inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned)
+{
+    return emulation::answer(cudaSuccess);
+}
+
+/* The first question finds it pending. */
+static inline cudaError_t cudaEventQuery(cudaEvent_t event)
+{
+    const int pending = event->recorded > 0;
+
+    event->recorded = 0;
+    return emulation::answer(pending ? (int)cudaErrorNotReady : (int)cudaSuccess);
+}
+
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return emulation::answer(cudaSuccess); }
+
+static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, cudaMemcpyKind, cudaStream_t)
+{
+    memcpy(to, from, nbytes);
+    return emulation::answer(cudaSuccess);
+}
+
+/* emulated_host_allocs < 0: refused. */
+static inline cudaError_t cudaHostRegister(void *, size_t, unsigned)
+{
+    return emulation::answer(emulated_host_allocs < 0 ? 2 : (int)cudaSuccess);
+}
+
+static inline cudaError_t cudaHostUnregister(void *) { return emulation::answer(cudaSuccess); }
 
 /* Of a driver that is absent: version 0, and no error. */
 static inline cudaError_t cudaDriverGetVersion(int *version)
