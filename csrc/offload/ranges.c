@@ -99,6 +99,16 @@ int gck_ranges_add(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_event
     return 0;
 }
 
+int gck_ranges_wait(const gck_ranges *ranges)
+{
+    int64_t i = 0;
+
+    while (i < ranges->n && ranges->given[i].in_space) {
+        i++;
+    }
+    return i < ranges->n;
+}
+
 gck_given gck_ranges_oldest(gck_ranges *ranges)
 {
     for (int64_t i = 0; i < ranges->n; i++) {

@@ -34,6 +34,9 @@ void gck_ranges_give(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_eve
 /* Make it larger: bytes from `offset` on, which touch none.  0, or -1: no memory. */
 int gck_ranges_add(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_event *last);
 
+/* 1 when some part was given and may be taken by no one yet. */
+int gck_ranges_wait(const gck_ranges *ranges);
+
 /* The oldest use that is not done, taken out: the caller waits for it and gives the part back; offset -1: there is none. */
 gck_given gck_ranges_oldest(gck_ranges *ranges);
 

@@ -78,7 +78,7 @@ static int something_moves(const gck_byte_store *store)
     while (item != NULL && !(item->memory >= 0 && is_moving(item))) {
         item = item->newer;
     }
-    return item != NULL || store->ranges.n > 0;
+    return item != NULL || gck_ranges_wait(&store->ranges);
 }
 
 int gck_store_take(gck_byte_store *store, gck_byte_store_item *item, const gck_byte_store_item *end,

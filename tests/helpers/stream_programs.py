@@ -21,6 +21,13 @@ EXACT = (None, "lossless", "raw")
 ACCUMULATES = "aten::add.out"
 CODECS = (*EXACT, "int8", "int4", "bf16", "fp8")
 
+#: Rings smaller than a payload, of one and of a few; what is kept in them, and what comes back ahead.
+RINGS, KEPT, AHEAD = ("2KiB", "5KiB", "auto"), (0, "auto", "1MiB"), (0, 1, 3)
+BUDGETS = {"cpu": ("12KiB", "1MiB"), "disk": ("12KiB", "64KiB")}
+
+
+OFFLOADED = 0.7  # of the programs
+
 
 class Stopped(Exception):
     """Raised inside a region."""
@@ -53,7 +60,10 @@ class Program:
         torch.virtual.synchronize()
         self.values = [Value(self.start * 1, 0, default.record_event())]
         saved = self.formats.choice([None, None, *self.codecs])
-        hooks = gradckpt.compress_saved(saved) if saved and not plain else contextlib.nullcontext()
+        self.offload = self.place()
+        hooks = (
+            gradckpt.compress_saved(saved, offload=self.place()) if saved and not plain else contextlib.nullcontext()
+        )
         with hooks:
             for _ in range(self.choose.randint(3, 20)):  # more than may wait for their operator
                 self.step()
@@ -61,6 +71,15 @@ class Program:
         self.backward(loss)
         torch.virtual.synchronize()
         return torch.cat([p.grad.flatten().cpu() for p in (*self.weights, self.start) if p.grad is not None])
+
+    def place(self):
+        """Where payloads go, or None."""
+        choose = self.formats.choice
+        place = choose([None, "cpu", "cpu", "disk"]) if self.formats.random() < OFFLOADED else None
+        if place is None:
+            return None
+        sizes = {"ring": choose(RINGS), "keep_last": choose(KEPT), "host_budget": choose(BUDGETS[place])}
+        return gradckpt.Offload(place, min_bytes="1B", prefetch=choose(AHEAD), **sizes)
 
     def step(self):
         """Make a value of one or two others, on any stream; perhaps let go of one."""
@@ -106,7 +125,7 @@ class Program:
         codec, region = self.formats.choice(self.codecs), self.formats.random() < 0.6
         try:
             if region and not self.plain:
-                return gradckpt.checkpoint(body, *xs, compress=codec)
+                return gradckpt.checkpoint(body, *xs, compress=codec, offload=self.offload)
             return body(*xs)
         except Stopped:
             return xs[0] * 1.0
