@@ -7,6 +7,7 @@
 #include "torch/paper.h"
 #include "torch/tensor.h"
 #include "engine/memory_use.h"
+#include "engine/offload_simulation.h"
 #include "engine/place.h"
 #include "engine/region_choice.h"
 #include "engine/state.h"
@@ -223,13 +224,11 @@ static PyMethodDef methods[] = {
      "force_isa(name, /)\n--\n\nForce an instruction set, for tests; None restores the best."},
     {"build_info", build_info, METH_NOARGS, "build_info()\n--\n\nDescribe the build of this extension as a dict."},
     {"is_recomputing", gck_is_recomputing, METH_NOARGS,
-     "is_recomputing()\n--\n\n"
-     "Return whether the calling thread runs a region again for its backward.\n\n"
+     "is_recomputing()\n--\n\nReturn whether the calling thread runs a region again for its backward.\n\n"
      "Code that counts, logs or updates its own state checks this, to do so once per step."},
     {"running_region", gck_running_region, METH_NOARGS,
-     "running_region()\n--\n\n"
-     "Return (calls, replay, preserve_rng_state, approximate, tensors saved so far, pack, unpack) of the innermost "
-     "region that runs in this thread, or None."},
+     "running_region()\n--\n\nReturn (calls, replay, preserve_rng_state, approximate, tensors saved so far, pack, "
+     "unpack) of the innermost region that runs in this thread, or None."},
     {"is_name_wanted", gck_is_name_wanted, METH_O,
      "is_name_wanted(match, /)\n--\n\n"
      "Return whether match(names, compressed) is true for a policy of the innermost region."},
@@ -243,9 +242,8 @@ static PyMethodDef methods[] = {
      "judge_anew(on, /)\n--\n\n"
      "With True, look at each kind of region anew; with what that returned, forget what was seen since."},
     {"hide_operators", gck_hide_operators, METH_O,
-     "hide_operators(by, /)\n--\n\n"
-     "Hide operators from the innermost region of this thread (1), or no longer (-1). Return whether its policy is a "
-     "function."},
+     "hide_operators(by, /)\n--\n\nHide operators from the innermost region of this thread (1), or no longer (-1). "
+     "Return whether its policy is a function."},
     {"forget_types", gck_forget_types, METH_NOARGS,
      "forget_types()\n--\n\nForget which types of modules have no rule, for gradckpt._engine.buffers."},
     {"guard_hooks", gck_guard_hooks, METH_VARARGS,
@@ -309,6 +307,9 @@ static PyMethodDef methods[] = {
      "--\n\nChoose an option for each region of a chain; csrc/planner/planner.h describes the problem."},
     {"memory_use", (PyCFunction)(void (*)(void))gck_memory_use_py, METH_VARARGS | METH_KEYWORDS,
      "memory_use(changes, expandable=False, capacity=None)\n--\n\nPlay a trace; csrc/planner/memory_trace.h has more."},
+    {"simulate_offload", (PyCFunction)(void (*)(void))gck_simulate_offload_py, METH_VARARGS | METH_KEYWORDS,
+     "simulate_offload(regions, *, rate_out, rate_in, latency, ring, held, head)\n--\n\n"
+     "Simulate a step whose payloads are offloaded; csrc/offload/simulate.h has the rules."},
     {"set_on_paper", gck_set_on_paper_py, METH_VARARGS,
      "set_on_paper(first, end, is_device, /)\n--\n\nLeave these addresses untouched in this thread; 0, 0: none."},
     {NULL, NULL, 0, NULL},

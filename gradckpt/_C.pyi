@@ -99,6 +99,19 @@ class MemoryUse(TypedDict):
     reserved: int  # and in segments
     needed: int | None  # the smallest capacity from which on the trace completes; None: one was given
 
+@type_check_only
+class OffloadTime(TypedDict):
+    """The result of simulate_offload(), in nanoseconds and bytes."""
+
+    time: int  # from the first encode to the end of the last backward
+    exposed_forward: int  # the compute stream waited for room in the ring
+    exposed_backward: int  # and for payloads; without both, the step takes the rest of the time
+    stalls: int  # how often it waited
+    copies: int  # payloads that went out; as many came back
+    moved: int  # bytes, each way
+    stayed: int  # regions whose payload never was in the ring
+    peak: int  # bytes of the ring in use at a time
+
 @disjoint_base
 class Context:
     storage: Any
@@ -201,6 +214,20 @@ def choose_options(
 # Rows of native 64-bit integers: bytes > 0 allocates on a stream under a name below the number of
 # rows, 0 releases what has that name. Without a capacity there is no limit.
 def memory_use(changes: Buffer, expandable: bool = False, capacity: int | None = None) -> MemoryUse: ...
+
+# Rows of native 64-bit integers: forward, backward, encode and decode in ns, bytes of the payload,
+# and 1 if it is offloaded, else 0. Rates are in bytes a second, latency and head in ns, ring and
+# held in bytes.
+def simulate_offload(
+    regions: Buffer,
+    *,
+    rate_out: int,
+    rate_in: int,
+    latency: int,
+    ring: int,
+    held: int,
+    head: int,
+) -> OffloadTime: ...
 def forget_types() -> None: ...
 def guard_hooks(hooks: dict[int, Any], type: type, kind: type, /) -> None: ...
 def encode(x: Any, codec: str, dither: tuple[int, int, int] | None = None, /) -> Payload: ...

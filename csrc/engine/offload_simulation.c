@@ -1,0 +1,71 @@
+/* offload_simulation.c: regions from Python for the simulation of a step, and its result as a dict. */
+#include "engine/offload_simulation.h"
+
+#include "engine/int64_table.h"
+#include "offload/simulate.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* The regions of a table, malloc.  NULL with an exception. */
+static gck_offload_region *copy_regions(PyObject *object, int64_t *n)
+{
+    gck_offload_region *regions = NULL;
+    Py_buffer view;
+
+    if (gck_int64_table(object, "regions", &view) < 0) {
+        return NULL;
+    }
+    if (view.len % (Py_ssize_t)sizeof *regions != 0) {
+        PyErr_Format(PyExc_ValueError, "gradckpt: regions has %zd bytes; pass 48 for each: forward, backward, "
+                     "encode, decode, bytes, placed", view.len);
+    } else if ((regions = malloc((size_t)view.len + 1)) == NULL) {
+        PyErr_NoMemory();
+    } else {
+        memcpy(regions, view.buf, (size_t)view.len);
+        *n = view.len / (Py_ssize_t)sizeof *regions;
+    }
+    PyBuffer_Release(&view);
+    return regions;
+}
+
+static PyObject *dict_of(const gck_offload_time *found)
+{
+    return Py_BuildValue("{sL sL sL sL sL sL sL sL}", "time", (long long)found->time, "exposed_forward",
+                         (long long)found->exposed_forward, "exposed_backward", (long long)found->exposed_backward,
+                         "stalls", (long long)found->stalls, "copies", (long long)found->copies, "moved",
+                         (long long)found->moved, "stayed", (long long)found->stayed, "peak",
+                         (long long)found->peak);
+}
+
+PyObject *gck_simulate_offload_py(PyObject *module, PyObject *args, PyObject *keywords)
+{
+    static const char *const names[] = {"regions", "rate_out", "rate_in", "latency", "ring", "held", "head", NULL};
+    long long rate_out, rate_in, latency, ring, held, head;
+    gck_offload_step step = {.n = 0};
+    gck_offload_region *regions;
+    gck_offload_time found;
+    PyObject *object;
+    int status;
+
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O$LLLLLL:simulate_offload", (char **)names, &object, &rate_out,
+                                     &rate_in, &latency, &ring, &held, &head)
+        || (regions = copy_regions(object, &step.n)) == NULL) {
+        return NULL;
+    }
+    step = (gck_offload_step){regions, step.n, rate_out, rate_in, latency, ring, held, head};
+    Py_BEGIN_ALLOW_THREADS
+    status = gck_simulate_offload(&step, &found);
+    Py_END_ALLOW_THREADS
+    free(regions);
+    if (status == GCK_OK) {
+        return dict_of(&found);
+    }
+    if (status == GCK_E_MEMORY) {
+        return PyErr_NoMemory();
+    }
+    PyErr_SetString(PyExc_ValueError, "gradckpt: a number of the step is negative, a rate is 0, or a sum reaches "
+                                      "2**60; pass numbers in range");
+    return NULL;
+}

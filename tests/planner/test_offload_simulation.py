@@ -1,0 +1,252 @@
+"""csrc/offload/simulate.c: a step with offload against closed forms, an oracle (helpers/
+offload_oracle.py), bounds that no order of events can break, and each rule alone."""
+
+import array
+import random
+import shutil
+import subprocess
+
+import pytest
+from checkout import CSRC, HELPERS
+from offload_oracle import simulate
+
+from gradckpt import _C
+
+FAST = 10**18
+#: 1 byte takes 1 ns each way.
+LINK = {"rate_out": 10**9, "rate_in": 10**9, "latency": 0}
+
+
+def step_of(rows, **settings):
+    return _C.simulate_offload(array.array("q", [number for row in rows for number in row]), **settings)
+
+
+def equal_step(n, copy, backward, ring, held, *, forward=1000):
+    """Equal regions without codec time, whose payload takes ``copy`` ns each way."""
+    rows = [(forward, backward * forward, 0, 0, copy, 1)] * n
+    return step_of(rows, **LINK, ring=ring * copy, held=held * copy, head=0)
+
+
+def exposed(found):
+    return found["exposed_forward"] + found["exposed_backward"]
+
+
+# ---- closed forms
+
+
+def test_copies_that_take_no_longer_than_a_forward_are_hidden():
+    for copy in (1, 250, 999, 1000):
+        for ring in (2, 3, 4):
+            found = equal_step(24, copy, 2, ring, 1)
+            assert exposed(found) == found["stalls"] == 0
+            assert found["copies"] == 23
+
+
+@pytest.mark.parametrize("backward", [2, 3])
+def test_a_slower_link_costs_a_forward_what_the_ring_cannot_hold(backward):
+    """The last encode waits for the copy that is one ring before it; its backward, where a copy
+    is hidden, adds nothing but the wait for the last copies."""
+    for copy in range(1100, 1000 * backward, 137):
+        for ring in (2, 3, 4, 6):
+            for n in (8, 33):
+                found = equal_step(n, copy, backward, ring, ring - 1)
+                assert found["exposed_forward"] == max(0, (n - ring) * copy - (n - 1) * 1000)
+
+
+def test_a_link_that_is_slower_than_all_is_the_time_of_the_step():
+    """All copies out, all copies in, and the backward of the first region."""
+    for held in (1, 2, 3):
+        for ring in (4, 5):
+            found = equal_step(30, 100_000, 3, ring, held)
+            assert found["time"] == 2 * (30 - held) * 100_000 + 3000
+            assert found["copies"] == 30 - held
+
+
+def test_what_is_exposed_has_a_bound():
+    """Per region, max(0, c - 1) forwards and max(0, c - b): copies take c of them, a backward b."""
+    rng = random.Random("bound")
+    reached = 0
+    for _ in range(2000):
+        n, copy, backward = rng.randint(1, 60), rng.randint(1, 9000), rng.choice((2, 3))
+        ring = rng.randint(2, 5)
+        found = equal_step(n, copy, backward, ring, rng.randint(1, ring - 1))
+        bound = n * (max(0, copy - 1000) + max(0, copy - backward * 1000))
+        assert exposed(found) <= bound
+        reached += exposed(found) > 0.9 * bound > 0
+    assert reached, "no step comes near the bound"
+
+
+# ---- random steps
+
+
+def random_step(rng):
+    n, most = rng.randint(0, 14), rng.choice((0, 1, 10, 500))
+    sizes = [rng.randint(0, 100) for _ in range(rng.randint(1, 3))]
+    rows = [
+        (*(rng.randint(0, most) for _ in range(2)), *(rng.randint(0, most // 4) for _ in range(2)))
+        + (rng.choice(sizes), int(rng.random() < 0.85))
+        for _ in range(n)
+    ]
+    ring = rng.randint(0, 400)
+    rates = {way: rng.choice((10**7, 10**8, 10**9, rng.randint(1, 10**10), FAST)) for way in ("rate_out", "rate_in")}
+    return rows, {
+        **rates,
+        "latency": rng.choice((0, 0, rng.randint(0, 50))),
+        "ring": ring,
+        "held": rng.randint(0, ring + 50),
+        "head": rng.choice((0, rng.randint(0, 2000))),
+    }
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_steps_are_as_the_oracle_has_them(part):
+    stalled = 0
+    for seed in range(400):
+        rows, settings = random_step(random.Random(f"{part} {seed}"))
+        if rows:
+            found = step_of(rows, **settings)
+            prefetch = seed % 5
+            assert found == simulate(rows, **settings, prefetch=prefetch), (rows, settings, prefetch)
+            stalled += found["stalls"] > 0
+    assert stalled > 100
+
+
+def test_a_step_takes_its_work_and_what_is_exposed():
+    for seed in range(1000):
+        rows, settings = random_step(random.Random(f"work {seed}"))
+        found = step_of(rows, **settings)
+        assert found["time"] == settings["head"] + sum(sum(row[:4]) for row in rows) + exposed(found)
+        for way in ("rate_out", "rate_in"):
+            copies = found["moved"] * 10**9 / settings[way] + found["copies"] * (settings["latency"] - 1)
+            assert found["time"] >= copies
+        assert found["peak"] <= settings["ring"]
+        assert (exposed(found) > 0) == (found["stalls"] > 0)
+
+
+def test_a_faster_link_is_never_slower():
+    for seed in range(1000):
+        rng = random.Random(f"rates {seed}")
+        rows, settings = random_step(rng)
+        times = [step_of(rows, **settings)["time"]]
+        for _ in range(3):
+            which = rng.choice(("rate_out", "rate_in", "latency"))
+            settings[which] = settings[which] // 2 if which == "latency" else settings[which] * 2
+            times.append(step_of(rows, **settings)["time"])
+        assert times == sorted(times, reverse=True)
+
+
+def test_an_infinitely_fast_link_exposes_nothing():
+    for seed in range(1000):
+        rows, settings = random_step(random.Random(f"fast {seed}"))
+        found = step_of(rows, **settings | {"rate_out": FAST, "rate_in": FAST, "latency": 0})
+        assert exposed(found) == 0
+
+
+# ---- rules
+
+
+def small(rows, *, ring, held=0, head=0, **link):
+    return step_of(rows, **LINK | link, ring=ring, held=held, head=head)
+
+
+def test_what_is_held_at_the_turn_is_never_copied():
+    rows = [(10, 30, 0, 0, 100, 1)] * 6
+    for held, copies in ((0, 6), (99, 6), (100, 5), (250, 4), (300, 3), (400, 2)):
+        found = small(rows, ring=400, held=held)
+        assert (found["copies"], found["moved"]) == (copies, copies * 100)
+    assert small(rows, ring=600, held=600)["time"] == 6 * 40
+
+
+def test_a_copy_out_is_issued_when_it_is_in_the_way():
+    """With all of the ring held, the second region makes the first one leave."""
+    found = small([(10, 30, 0, 0, 100, 1)] * 2, ring=100, held=1000)
+    assert (found["copies"], found["exposed_forward"]) == (1, 90)
+
+
+def test_payloads_larger_than_the_ring_and_what_is_not_placed_stay():
+    rows = [(10, 30, 0, 0, 101, 1), (10, 30, 0, 0, 100, 0), (10, 30, 0, 0, 0, 1), (10, 30, 0, 0, 100, 1)]
+    found = small(rows, ring=100)
+    assert (found["stayed"], found["copies"], found["moved"], found["peak"]) == (3, 1, 100, 100)
+
+
+def test_codecs_take_time_whether_a_payload_moves_or_not():
+    for placed in (0, 1):
+        assert small([(10, 30, 3, 4, 100, placed)], ring=100, held=100)["time"] == 47
+
+
+def test_a_taker_waits_for_as_many_releases_as_it_needs():
+    """Two of 50 leave at 50 and 100; the third region needs one of them, or both."""
+    two = [(1, 1, 0, 0, 50, 1)] * 2
+    assert small([*two, (1, 1, 0, 0, 50, 1)], ring=100)["exposed_forward"] == 50 - 2
+    assert small([*two, (1, 1, 0, 0, 51, 1)], ring=100)["exposed_forward"] == 100 - 2
+
+
+def test_copies_in_wait_for_their_copies_out_and_not_for_the_compute_stream():
+    """The copy out ends at 100; the forward, which goes on, hides both."""
+    rows = [(10, 30, 0, 0, 100, 1), (300, 30, 0, 0, 0, 0)]
+    assert exposed(small(rows, ring=200)) == 0
+    assert small(rows[:1], ring=200)["exposed_backward"] == 200 - 10
+    assert small(rows[:1], ring=200, head=150)["exposed_backward"] == 200 - 160
+
+
+def test_both_directions_work_at_once():
+    """The copy out of the first region and the copy in of the second would take 200 in a row."""
+    rows = [(1, 0, 0, 0, 100, 1), (1, 0, 0, 0, 100, 1)]
+    assert small(rows, ring=400)["time"] == 400
+    assert small(rows, ring=400, rate_out=FAST)["time"] == 201
+    assert small(rows, ring=400, rate_in=FAST)["time"] == 200
+
+
+def test_a_copy_in_takes_no_room_of_payloads_that_are_not_decoded():
+    """Two halves of the ring are held; the third payload needs both, after the second decode."""
+    rows = [(200, 0, 0, 0, 100, 1), (1, 1000, 0, 7, 50, 1), (1, 500, 0, 5, 50, 1)]
+    found = small(rows, ring=100, held=100)
+    assert (found["copies"], found["exposed_backward"]) == (1, 0)
+    rows[1] = (1, 40, 0, 7, 50, 1)
+    assert small(rows, ring=100, held=100)["exposed_backward"] == 100 - 40
+
+
+def test_each_copy_has_its_latency():
+    rows = [(0, 0, 0, 0, 100, 1)] * 3
+    assert small(rows, ring=300, latency=7)["time"] == 3 * 107 + 3 * 107
+
+
+def test_nothing_and_what_is_no_step():
+    nothing = {"time": 5, **dict.fromkeys(("exposed_forward", "exposed_backward", "stalls"), 0)}
+    nothing |= dict.fromkeys(("copies", "moved", "stayed", "peak"), 0)
+    assert small([], ring=0, head=5) == nothing
+    good = (1, 1, 1, 1, 1, 1)
+    wrong = [(*good[:i], -1, *good[i + 1 :]) for i in range(6)] + [
+        (*good[:i], 1 << 60, *good[i + 1 :]) for i in range(6)
+    ]
+    for row in [*wrong, (1, 1, 1, 1, 1, 2)]:
+        with pytest.raises(ValueError, match=r"^gradckpt: a number of the step is negative, a rate is 0, or a sum"):
+            small([row], ring=10)
+    for change in ("ring", "held", "head", "latency", "rate_out", "rate_in"):
+        for number in (-1, *([0] if "rate" in change else [])):
+            with pytest.raises(ValueError, match="a number of the step is negative"):
+                small([good], **{"ring": 10, change: number})
+    for slow in (small, lambda rows, **rest: small(rows * 2, **rest)):
+        with pytest.raises(ValueError, match="a sum reaches"):
+            slow([(1, 1, 1, 1, 1 << 59, 1)], ring=10, rate_in=1)
+    with pytest.raises(ValueError, match="regions has 8 bytes; pass 48 for each"):
+        _C.simulate_offload(array.array("q", [1]), **LINK, ring=0, held=0, head=0)
+    with pytest.raises(ValueError, match="regions is not of 64-bit integers"):
+        _C.simulate_offload(array.array("i", [1] * 12), **LINK, ring=0, held=0, head=0)
+
+
+SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="builds the simulation with gcc")
+def test_memory_may_run_out(tmp_path):
+    """Each allocation fails in turn; under sanitizers."""
+    program, simulation = tmp_path / "simulation_faults", tmp_path / "simulate.o"
+    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
+    failing = ["-Dmalloc=malloc_or_fail", "-Dfree=free_counted"]
+    source = CSRC / "offload" / "simulate.c"
+    subprocess.run(["gcc", *SANITIZED, *flags, *failing, "-c", source, "-o", simulation], check=True)
+    driver = HELPERS / "simulation_faults.c"
+    subprocess.run(["gcc", *SANITIZED, *flags, driver, simulation, "-o", program], check=True)
+    said = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    assert said == "500 steps, every allocation failed once\n"
