@@ -44,6 +44,7 @@ SMALL = {
 #: What runs in a test file of its own, dry or small.
 ELSEWHERE = {
     "bench_frontier": "test_benchmarks_frontier.py",
+    "bench_offload_simulation": "test_benchmarks_offload_simulation.py",
     "bench_selective": "test_benchmarks_selective.py",
     "gpu": "test_gpu.py",
     "gpu_parity": "test_gpu_scripts.py",
@@ -202,6 +203,31 @@ def no_payloads(patch):
     patch.setitem(bench_needed.SETTINGS, "int8", bench_needed.SETTINGS["torch"])
 
 
+def a_slower_link(patch):
+    simulate = _C.simulate_offload
+
+    def slower(rows, *, rate_out, **step):
+        return simulate(rows, rate_out=rate_out // 2, **step)
+
+    patch.setattr(_C, "simulate_offload", slower)
+
+
+def no_ring(patch):
+    simulate = _C.simulate_offload
+    patch.setattr(_C, "simulate_offload", lambda rows, *, ring, **step: simulate(rows, ring=0, **step))
+
+
+def steps_take_no_time(patch):
+    simulate = _C.simulate_offload
+    patch.setattr(_C, "simulate_offload", lambda rows, **step: simulate(rows, **step) | {"time": 0})
+
+
+def larger_rings_first(patch):
+    import bench_offload_simulation
+
+    patch.setattr(bench_offload_simulation, "RINGS", (4, 3, 2))
+
+
 def a_plan_that_needs_other(patch):
     import bench_needed
 
@@ -337,6 +363,10 @@ BROKEN = [
     ("bench_import", "", imports_take(0.0), "was not imported"),
     ("bench_needed", "", no_payloads, "payloads of"),
     ("bench_needed", "", a_plan_that_needs_other, "the whole step"),
+    ("bench_offload_simulation", "", steps_take_no_time, "its copies out"),
+    ("bench_offload_simulation", "", a_slower_link, "the closed form"),
+    ("bench_offload_simulation", "", no_ring, "beside its estimate"),
+    ("bench_offload_simulation", "", larger_rings_first, "a smaller one"),
     ("bench_overhead", "", no_recompute, "runs of 5 regions, not 10"),
     ("bench_overhead", "", no_time, WRONG),
     ("bench_plan", "", plan_of_nothing, "all checkpoints"),
