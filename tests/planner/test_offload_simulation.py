@@ -226,9 +226,14 @@ def test_nothing_and_what_is_no_step():
         for number in (-1, *([0] if "rate" in change else [])):
             with pytest.raises(ValueError, match="a number of the step is negative"):
                 small([good], **{"ring": 10, change: number})
-    for slow in (small, lambda rows, **rest: small(rows * 2, **rest)):
+    half = 1 << 59
+    for rows in ([(half, 1, 1, 1, 1, 1)] * 2, [(1, half, 1, half, 1, 1)], [(1, 1, 1, 1, half, 0)] * 2):
+        small([(*(number // 2 for number in row[:5]), 0) for row in rows], ring=10, rate_out=FAST, rate_in=FAST)
         with pytest.raises(ValueError, match="a sum reaches"):
-            slow([(1, 1, 1, 1, 1 << 59, 1)], ring=10, rate_in=1)
+            small(rows, ring=10, rate_out=FAST, rate_in=FAST)
+    for slow in ("rate_out", "rate_in"):
+        with pytest.raises(ValueError, match="a sum reaches"):
+            small([(1, 1, 1, 1, 1 << 31, 1)], ring=10, **{slow: 1})
     with pytest.raises(ValueError, match="regions has 8 bytes; pass 48 for each"):
         _C.simulate_offload(array.array("q", [1]), **LINK, ring=0, held=0, head=0)
     with pytest.raises(ValueError, match="regions is not of 64-bit integers"):
