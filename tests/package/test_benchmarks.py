@@ -30,6 +30,7 @@ SMALL = {
     "bench_candidates": [""],
     "bench_codecs": ["", "--dtype float32 --isa avx2", "--dtype bool", "--stochastic --isa avx2"],
     "bench_compile": [""],
+    "bench_disk": [""],
     "bench_fidelity": [""],
     "bench_gradient_error": [""],
     "bench_import": [""],
@@ -74,10 +75,19 @@ def _a_process_as_before():
 NEEDS = {"bench_candidates": "peft", "bench_plan": "peft", "bench_training": "sklearn", "train_llama": "matplotlib"}
 
 
+def needs_a_disk(directory):
+    try:
+        _C.ByteStore(directory, 1 << 20)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
 def run(name, options, broken=None):
     """The exit status, a sentence or 0."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
+    if name == "bench_disk":
+        needs_a_disk("/var/tmp")
     module = importlib.import_module(name)
     if broken is not None:
         broken()
@@ -324,6 +334,40 @@ def each_run_has_its_own_weights(patch):
     )
 
 
+def zeros_come_back(patch):
+    from gradckpt._models import offload
+
+    patch.setattr(offload, "_unpack", lambda kept: torch.zeros(kept.nbytes, dtype=torch.uint8))
+
+
+def payloads_stay(patch):
+    """Beside those that go."""
+    from gradckpt._models import offload
+
+    pack, held = offload._pack, []
+    patch.setattr(offload, "_pack", lambda where, x: (held.append(x.clone()), pack(where, x))[1])
+
+
+def no_page_is_seen(patch):
+    import bench_disk
+
+    patch.setattr(bench_disk, "cached_pages", lambda fd: 0)
+
+
+def each_page_is_seen(patch):
+    import os
+
+    import bench_disk
+
+    patch.setattr(bench_disk, "cached_pages", lambda fd: os.fstat(fd).st_size // 4096)
+
+
+def a_store_that_beats_the_disk(patch):
+    import bench_disk
+
+    patch.setattr(bench_disk, "by_store", lambda *_: (bench_disk.Moved(2**40, 1.0),) * 2)
+
+
 def demo_takes_no_time(patch):
     import train_llama
 
@@ -354,6 +398,13 @@ BROKEN = [
     ("bench_codecs", "--codecs lossless", nothing_decoded, "other bits are decoded"),
     ("bench_compile", "", no_time, WRONG),
     ("bench_compile", "", nothing_enabled, "nothing was compressed"),
+    ("bench_disk", "", no_time, WRONG),
+    ("bench_disk", "", zeros_come_back, "the gradients differ"),
+    ("bench_disk", "", payloads_stay, "the budget"),
+    ("bench_disk", "", no_page_is_seen, "seen by mincore"),
+    ("bench_disk", "", each_page_is_seen, "in the page cache"),
+    ("bench_disk", "", a_store_that_beats_the_disk, "the ceiling"),
+    ("bench_disk", "--directory /proc", lambda patch: None, "cannot use the directory /proc"),
     ("bench_fidelity", "--codecs int8", other_codec, "bits for each value"),
     ("bench_fidelity", "--codecs int8", exact_codec, "int8 is exact"),
     ("bench_frontier", "--groups torch", no_time, WRONG),
