@@ -7,14 +7,14 @@ A chain of light blocks on the CPU, with one raw payload for each. One step is t
 payloads in memory; on the disk; and *nothing kept*, where zeros come back instead, so its gradients
 are wrong and its memory is that of the work alone. What is resident is read at the end of each
 block, in the forward and in each recompute. Payloads take what the peak of a way has above that of
-nothing kept. glibc gives each large block back at once, in all ways.
+nothing kept. Free memory that glibc keeps does not count.
 
 Of the file, mincore() counts the pages in the page cache at the same moments.
 
 Rate: a store alone writes all payloads, then reads them, last first. Beside it, as many threads
 copy as many bytes with O_DIRECT, in requests of the same size, between another file of the
-directory and as much memory as the store has: in pages of 4 KiB, and in huge ones, which the kernel
-pins faster. All take turns; ratios are of each round, and their median is shown.
+directory and as much memory as the store has: in pages of 4 KiB, and in huge ones, of which a
+request has fewer pieces. All take turns; ratios are of each round, and their median is shown.
 
 Checked: gradients are those without an offload, bit for bit; with nothing kept they are not;
 payloads take at least their bytes in memory, and at most the budget on the disk; mincore() sees
@@ -56,7 +56,8 @@ THREADS, REQUEST = 2, 8 * MIB
 #: Resident memory that threads and allocators change meanwhile.
 NOISE = 4 * MIB
 GOAL, CEILING = 0.8, 1.05
-PAGES = ("pages of 4 KiB", "huge pages")
+HUGE = "huge pages"
+PAGES = ("pages of 4 KiB", HUGE)
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -67,14 +68,10 @@ LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 # ---- what is resident
 
 
-def give_back_memory() -> None:
-    """Have glibc map each large block by itself, whatever was set before."""
-    with contextlib.suppress(AttributeError):
-        for option, value in ((-4, 65536), (-3, 128 << 10), (-1, 128 << 10)):  # M_MMAP_MAX, _THRESHOLD, M_TRIM_
-            LIBC.mallopt(option, value)
-
-
 def resident_bytes() -> int:
+    """Without the free memory that glibc keeps."""
+    with contextlib.suppress(AttributeError):
+        LIBC.malloc_trim(0)
     lines = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
 
@@ -101,7 +98,7 @@ def cached_pages(fd: int) -> int:
     status = LIBC.mincore(at, size, marks)
     LIBC.munmap(at, size)
     guards.check(status == 0, "mincore() fails on the file")
-    return sum(mark & 1 for mark in marks.raw[:-1]) + (marks.raw[-1] & 1)
+    return sum(mark & 1 for mark in marks.raw)
 
 
 def check_mincore(fd: int) -> None:
@@ -203,12 +200,17 @@ def training(options: argparse.Namespace, directory: str) -> dict[str, dict[str,
     guards.check(steps["disk"].gradients == right, "disk: the gradients differ from those with payloads in memory")
     guards.check(steps["nothing kept"].gradients != right, "nothing kept: the gradients are right")
     cached = max(steps["disk"].pages)
-    guards.at_most("pages of the file in the page cache", cached, figures["file_peak"] // mmap.PAGESIZE / 100, "1%")
+    few = cached * mmap.PAGESIZE <= figures["file_peak"] / 100
+    guards.check(few, f"{cached:,} pages of the file are in the page cache")
     check_mincore(unnamed_files(directory)[0])
     above = {way: step.peak - steps["nothing kept"].peak for way, step in steps.items()}
     guards.at_least("memory: resident bytes", above["memory"] + NOISE, nbytes, "the payloads")
-    guards.at_most("disk: resident bytes", above["disk"] - NOISE, options.budget, "the budget")
+    fits = above["disk"] - NOISE <= options.budget
+    guards.check(fits, f"payloads on the disk take {above['disk']:,} bytes of memory, above the budget")
+    machine.keep_memory()
     rounds = [{way: timing.seconds(functools.partial(net.step, way)) for way in steps} for _ in range(options.steps)]
+    for way in steps:
+        guards.check(min(each[way] for each in rounds) > 0, f"{way}: a step takes no time; the measurement is wrong")
     return {
         way: {
             "peak": steps[way].peak,
@@ -217,6 +219,7 @@ def training(options: argparse.Namespace, directory: str) -> dict[str, dict[str,
             "moments": len(steps[way].pages),
             "cached": cached if way == "disk" else 0,
             "seconds": statistics.median(each[way] for each in rounds),
+            "ratio": statistics.median(each[way] / each["memory"] for each in rounds),
         }
         for way in steps
     }
@@ -271,22 +274,28 @@ def by_store(store: _C.ByteStore, payload: torch.Tensor, n: int) -> tuple[Moved,
     return moved
 
 
+@contextlib.contextmanager
+def direct_file(directory: str) -> Iterator[int]:
+    """A file without a name, past the page cache."""
+    fd, path = tempfile.mkstemp(dir=directory)
+    os.close(fd)
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    os.unlink(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 class Copy:
-    """Threads that write to a file without a name with O_DIRECT, and read it."""
+    """Threads that write n payloads to a file, and read them."""
 
-    def __init__(self, directory: str, nbytes: int, n: int, slots: int, huge: bool) -> None:
-        self.nbytes, self.n, self.slots = nbytes, n, max(1, slots)
-        self.fd, path = tempfile.mkstemp(dir=directory)
-        os.close(self.fd)
-        self.fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-        os.unlink(path)
-        self.map = mmap.mmap(-1, self.slots * nbytes + 2 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.map.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
-        start = -ctypes.addressof(ctypes.c_char.from_buffer(self.map)) % (2 * MIB)
-        self.memory = memoryview(self.map)[start : start + self.slots * nbytes]
-
-    def fill(self, payload: torch.Tensor) -> None:
-        self.memory[:] = self.slots * payload.numpy().tobytes()
+    def __init__(self, fd: int, payload: torch.Tensor, n: int, slots: int, huge: bool) -> None:
+        self.fd, self.payload, self.n, self.nbytes, self.slots = fd, payload, n, payload.numel(), slots
+        area = mmap.mmap(-1, slots * self.nbytes + 2 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % (2 * MIB)
+        self.memory = memoryview(area)[start : start + slots * self.nbytes]
 
     def move(self, writes: bool, order: Iterator[int]) -> None:
         for i in order:  # an iterator that threads share: each takes the next one
@@ -303,15 +312,17 @@ class Copy:
             list(threads.map(functools.partial(self.move, writes), [order] * THREADS))
         return self.n * self.nbytes
 
-    def directions(self, payload: torch.Tensor) -> tuple[Moved, Moved]:
-        self.fill(payload)
-        moved = timed(functools.partial(self.pass_over, True)), timed(functools.partial(self.pass_over, False))
-        same = torch.frombuffer(self.memory[: self.nbytes], dtype=torch.uint8)
-        guards.check(torch.equal(same, payload), "other bytes come back from the plain copy")
-        return moved
+    def directions(self) -> tuple[Moved, Moved]:
+        self.memory[:] = self.slots * self.payload.numpy().tobytes()
+        written = timed(functools.partial(self.pass_over, True))
+        self.memory[:] = bytes(len(self.memory))
+        read = timed(functools.partial(self.pass_over, False))
+        back = torch.frombuffer(self.memory, dtype=torch.uint8).view(self.slots, -1)
+        guards.check(bool((back == self.payload).all()), "other bytes come back from the plain copy")
+        return written, read
 
 
-def digest_rate(payload: torch.Tensor, rounds: int) -> float | None:
+def digest_rate(memory: torch.Tensor, rounds: int) -> float | None:
     """GB/s of the digest in one thread, compiled from the store's source; None: no compiler."""
     csrc = pathlib.Path(__file__).parents[1] / "csrc"
     compiler = shutil.which("cc") or shutil.which("gcc")
@@ -323,29 +334,29 @@ def digest_rate(payload: torch.Tensor, rounds: int) -> float | None:
         subprocess.run([*command, str(csrc / "offload" / "file.c")], check=True)
         digest = ctypes.CDLL(library).gck_file_digest
     digest.argtypes, digest.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_uint64
-    run = functools.partial(digest, payload.data_ptr(), payload.numel())
+    run = functools.partial(digest, memory.data_ptr(), memory.numel())
     seconds = statistics.median(timing.seconds(run) for _ in range(rounds))
     guards.check(seconds > 0, "the digest takes no time; the measurement is wrong")
-    return payload.numel() / seconds / 1e9
+    return memory.numel() / seconds / 1e9
 
 
 def rates(options: argparse.Namespace, directory: str) -> dict[str, Any]:
     """Of each way: GB/s, and the median ratio of the store's to it."""
-    n, size = options.mib * MIB // options.payload, options.payload
-    payload = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    n, slots = options.mib * MIB // options.payload, options.budget // options.payload
+    payload = torch.randint(256, (options.payload,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     store = _C.ByteStore(directory, options.budget)
-    slots = min(n, options.budget // size)
-    copies = {f"copy, {pages}": Copy(directory, size, n, slots, pages == "huge pages") for pages in PAGES}
-    runs = {"store": functools.partial(by_store, store, payload, n)}
-    runs |= {name: functools.partial(copy.directions, payload) for name, copy in copies.items()}
+    runs: dict[str, Callable[[], tuple[Moved, Moved]]] = {"store": lambda: by_store(store, payload, n)}
     rounds = []
-    for i in range(options.rounds + 1):  # the first one allocates the files, and does not count
-        order = list(runs) if i % 2 else list(reversed(runs))
-        rounds.append({name: runs[name]() for name in order})
+    with contextlib.ExitStack() as files:
+        for pages in PAGES:
+            fd = files.enter_context(direct_file(directory))
+            runs[f"copy, {pages}"] = Copy(fd, payload, n, slots, pages == HUGE).directions
+        for i in range(options.rounds + 1):  # the first one allocates the files, and does not count
+            rounds.append({name: runs[name]() for name in (list(runs) if i % 2 else reversed(runs))})
     found = {name: rates_of(name, rounds[1:]) for name in runs}
-    ratio = min(found[name]["both"] for name in copies)
+    ratio = min(each["both"] for name, each in found.items() if name != "store")
     guards.at_most("rate of the store, in copies", ratio, options.ceiling, "the ceiling")
-    return {"ways": found, "digest": digest_rate(payload, options.rounds)}
+    return {"ways": found, "digest": digest_rate(payload.repeat(slots), options.rounds)}
 
 
 def rates_of(name: str, rounds: list[dict[str, tuple[Moved, Moved]]]) -> dict[str, float]:
@@ -372,7 +383,7 @@ def show(steps: dict[str, dict[str, float]], found: dict[str, Any], options: arg
             f"{step['file'] / MIB:,.0f}",
             f"{step['cached']:,.0f} at {step['moments']}" if way == "disk" else "",
             f"{step['seconds']:.3f}",
-            f"{step['seconds'] / steps['memory']['seconds']:.3f}",
+            f"{step['ratio']:.3f}",
         ]
         for way, step in steps.items()
     ]
@@ -405,7 +416,7 @@ def digest_words(found: dict[str, Any]) -> str:
     """What the digest costs the store's threads, and whether it limits the rate."""
     if found["digest"] is None:
         return "digest: not measured, since there is no C compiler"
-    store, copy = found["ways"]["store"], found["ways"][f"copy, {PAGES[1]}"]
+    store, copy = found["ways"]["store"], found["ways"][f"copy, {HUGE}"]
     shares = [store[key] / (THREADS * found["digest"]) for key in ("GB/s written", "GB/s read")]
     most = [1 / (1 / copy[key] + 1 / (THREADS * found["digest"])) for key in ("GB/s written", "GB/s read")]
     return (
@@ -426,7 +437,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.ceiling = CEILING
     if options.quick:  # so few bytes that a ratio says little
-        options.mib, options.payload_mib, options.budget_mib, options.rounds, options.steps = 16, 0.25, 2, 2, 1
+        options.mib, options.payload_mib, options.budget_mib, options.rounds, options.steps = 16, 0.5, 2, 2, 1
         options.ceiling = 100.0
     options.payload, options.budget = int(options.payload_mib * MIB), int(options.budget_mib * MIB)
     if options.payload % (4 * WIDTH) or options.payload % mmap.PAGESIZE or options.payload <= 0:
@@ -440,8 +451,8 @@ def check_room(options: argparse.Namespace) -> None:
     """End with one sentence if the directory does not serve."""
     needed = 4 * options.mib * MIB
     try:
-        free = shutil.disk_usage(options.directory).free
         _C.ByteStore(options.directory, options.budget)
+        free = shutil.disk_usage(options.directory).free
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     guards.check(free >= needed, f"{options.directory} has {free / MIB:,.0f} MiB free; {needed / MIB:,.0f} are needed")
@@ -450,7 +461,6 @@ def check_room(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     check_room(options)
-    give_back_memory()
     facts = machine.facts() | {"load": [round(each, 1) for each in os.getloadavg()]}
     machine.print_head("checkpoints on a disk", facts)
     try:
