@@ -6,6 +6,7 @@
 #include "torch/ops.h"
 #include "torch/paper.h"
 #include "torch/tensor.h"
+#include "engine/codec_info.h"
 #include "engine/memory_use.h"
 #include "engine/offload_simulation.h"
 #include "engine/place.h"
@@ -43,102 +44,7 @@
 #define GCK_BUILD_NOTE "unknown build"
 #endif
 
-/* ---- codecs ---- */
-
-static PyObject *codecs(PyObject *module, PyObject *unused)
-{
-    PyObject *names = PyList_New(0);
-
-    (void)module;
-    (void)unused;
-    for (int i = 0; names != NULL && gck_codec_at(i) != NULL; i++) {
-        PyObject *name = PyUnicode_FromString(gck_codec_at(i)->name);
-        if (name == NULL || PyList_Append(names, name) < 0) {
-            Py_CLEAR(names);
-        }
-        Py_XDECREF(name);
-    }
-    return names;
-}
-
-static const char *const dtype_names[GCK_NDTYPES] = {"float32", "float16", "bfloat16", "bool"};
-
-/* {dtype: (bits per value, and gck_size)}, or NULL. */
-static PyObject *sizes_of(const gck_codec *codec)
-{
-    PyObject *sizes = PyDict_New();
-
-    for (int d = 0; sizes != NULL && d < GCK_NDTYPES; d++) {
-        const gck_size size = codec->size[d];
-        if (!(codec->dtypes & GCK_BIT(d))) {
-            continue;
-        }
-        PyObject *item = Py_BuildValue("(diiiii)", gck_bits_per_value(codec, (gck_dtype)d), size.value, size.group,
-                                       size.block, size.scales, size.row);
-        if (item == NULL || PyDict_SetItemString(sizes, dtype_names[d], item) < 0) {
-            Py_CLEAR(sizes);
-        }
-        Py_XDECREF(item);
-    }
-    return sizes;
-}
-
-/* Bits for bfloat16, where they depend on the dtype; 0 when they are the dtype's own. */
-static double bits_per_value(const gck_codec *codec)
-{
-    const gck_dtype order[GCK_NDTYPES] = {GCK_BF16, GCK_F32, GCK_F16, GCK_BOOL};
-
-    for (int i = 0; i < GCK_NDTYPES; i++) {
-        if (codec->dtypes & GCK_BIT(order[i])) {
-            const double bits = gck_bits_per_value(codec, order[i]);
-            return bits == 16 && order[i] == GCK_BF16 ? 0 : bits;
-        }
-    }
-    return 0;
-}
-
-static PyObject *codec_info(PyObject *module, PyObject *arg)
-{
-    const char *name = PyUnicode_Check(arg) ? PyUnicode_AsUTF8AndSize(arg, NULL) : NULL;
-    const gck_codec *codec = name != NULL ? gck_codec_find(name) : NULL;
-    PyObject *accepted = NULL, *sizes = NULL;
-
-    (void)module;
-    if (codec == NULL) {
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "gradckpt: unknown codec %R", arg);
-    }
-    sizes = sizes_of(codec);
-    accepted = sizes != NULL ? PyDict_Keys(sizes) : NULL;
-    return Py_BuildValue("{ss si ss sN sd sd sO sO sO sN}", "name", codec->name, "id", gck_codec_id(codec), "summary",
-                         codec->summary, "dtypes", accepted, "bits_per_value", bits_per_value(codec), "max_error",
-                         codec->max_error, "cuda", codec->encode != NULL ? Py_True : Py_False, "stochastic",
-                         codec->stochastic ? Py_True : Py_False, "may_overflow",
-                         codec->may_overflow ? Py_True : Py_False, "sizes", sizes);
-}
-
-/* ---- instruction set, build ---- */
-
-static PyObject *isa(PyObject *module, PyObject *unused)
-{
-    (void)module;
-    (void)unused;
-    return PyUnicode_FromString(gck_isa_name());
-}
-
-static PyObject *force_isa(PyObject *module, PyObject *arg)
-{
-    const char *name = arg == Py_None ? NULL : PyUnicode_AsUTF8AndSize(arg, NULL);
-
-    (void)module;
-    if (name == NULL && arg != Py_None) {
-        return NULL;
-    }
-    if (gck_isa_force(name) != 0) {
-        return PyErr_Format(PyExc_ValueError, "gradckpt: instruction set %R is %s; use scalar, avx2 or avx512",
-                            arg, gck_isa_supported(name) < 0 ? "not known" : "not supported by this CPU");
-    }
-    Py_RETURN_NONE;
-}
+/* ---- build ---- */
 
 /* New list, or NULL: the names of the optional symbols that this libtorch lacks. */
 static PyObject *missing_symbols(void)
@@ -217,10 +123,10 @@ static PyMethodDef methods[] = {
     {"checkpoint", (PyCFunction)(void (*)(void))gck_checkpoint, METH_FASTCALL | METH_KEYWORDS, gck_checkpoint_doc},
     {"encode", gck_encode_py, METH_VARARGS,
      "encode(x, codec, dither=None, /)\n--\n\nReturn the Payload of a tensor. dither is (seed, step, tensor)."},
-    {"codecs", codecs, METH_NOARGS, "codecs()\n--\n\nReturn the names of the codecs."},
-    {"codec_info", codec_info, METH_O, "codec_info(name, /)\n--\n\nDescribe a codec as a dict."},
-    {"isa", isa, METH_NOARGS, "isa()\n--\n\nReturn the instruction set of the CPU codecs."},
-    {"force_isa", force_isa, METH_O,
+    {"codecs", gck_codecs_py, METH_NOARGS, "codecs()\n--\n\nReturn the names of the codecs."},
+    {"codec_info", gck_codec_info_py, METH_O, "codec_info(name, /)\n--\n\nDescribe a codec as a dict."},
+    {"isa", gck_isa_py, METH_NOARGS, "isa()\n--\n\nReturn the instruction set of the CPU codecs."},
+    {"force_isa", gck_force_isa_py, METH_O,
      "force_isa(name, /)\n--\n\nForce an instruction set, for tests; None restores the best."},
     {"build_info", build_info, METH_NOARGS, "build_info()\n--\n\nDescribe the build of this extension as a dict."},
     {"is_recomputing", gck_is_recomputing, METH_NOARGS,

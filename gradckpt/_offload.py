@@ -57,7 +57,7 @@ class Offload:
     _: dataclasses.KW_ONLY
     host_budget: int | str | None = None
     ring: int | str = "auto"
-    prefetch: int = 2
+    prefetch: int = 4
     keep_last: int | str = "auto"
     min_bytes: int | str = "1MiB"
     directory: str | os.PathLike[str] | None = None

@@ -122,21 +122,25 @@ void gck_file_close(gck_file *file)
     file->fd = -1;
 }
 
-/* Each word goes through a map that is one to one (odd factor, shift), so one that differs ends differently; four
+enum { CHAINS = 8 };
+
+/* Each word goes through a map that is one to one (odd factor, shift), so one that differs ends differently; eight
  * chains, since one would wait for its multiplications. */
 uint64_t gck_file_digest(const void *bytes, int64_t nbytes)
 {
     const uint64_t factor = UINT64_C(0x9E3779B97F4A7C15);
-    const char *at = bytes;
-    uint64_t chain[4] = {1, 2, 3, 4}, digest = (uint64_t)nbytes;
+    const char *at = bytes, *end = at + nbytes;
+    uint64_t chain[CHAINS] = {1, 2, 3, 4, 5, 6, 7, 8}, digest = (uint64_t)nbytes;
 
-    for (int64_t i = 0; i < nbytes / 8; i++) {
-        uint64_t word;
-        memcpy(&word, at + 8 * i, sizeof word);
-        word = (chain[i % 4] ^ word) * factor;
-        chain[i % 4] = word ^ (word >> 29);
+    for (; at < end; at += sizeof chain) {
+        uint64_t words[CHAINS];
+        memcpy(words, at, sizeof words);
+        for (int i = 0; i < CHAINS; i++) {
+            const uint64_t word = (chain[i] ^ words[i]) * factor;
+            chain[i] = word ^ (word >> 29);
+        }
     }
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < CHAINS; i++) {
         digest = (digest ^ chain[i]) * factor;
         digest ^= digest >> 29;
     }

@@ -47,7 +47,7 @@ void gck_file_close(gck_file *file);
 /* The same; GCK_FILE_CHANGED: that is not what had this digest. */
 int gck_file_read_checked(const gck_file *file, void *to, int64_t nbytes, int64_t offset, uint64_t digest);
 
-/* A digest that each changed bit changes.  nbytes: a multiple of 8. */
+/* A digest that each changed bit changes.  nbytes: a multiple of 64. */
 uint64_t gck_file_digest(const void *bytes, int64_t nbytes);
 
 #endif

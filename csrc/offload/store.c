@@ -9,7 +9,11 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+enum { PAGE = 2 << 20 };         /* bytes: a large one */
+
 static int64_t multiple_of(int64_t nbytes, int64_t unit) { return (nbytes + unit - 1) / unit * unit; }
+
+static int64_t mapped_size(const gck_byte_store *store) { return store->figures.memory + PAGE; }
 
 static void unpin(gck_byte_store *store)
 {
@@ -41,23 +45,28 @@ void gck_byte_store_free(gck_byte_store *store)
     gck_space_clear(&store->file_space);
     if (store->memory != NULL) {
         unpin(store);
-        munmap(store->memory, (size_t)store->figures.memory);
+        munmap(store->mapped, (size_t)mapped_size(store));
     }
     free(store);
 }
 
-/* Addresses for its memory, which the system gives when they are written.  0 or why not. */
+/* Addresses for its memory, which the system gives when they are written: in large pages, since a request to the disk is
+ * made of so many pages.  0 or why not. */
 static int reserve_memory(gck_byte_store *store)
 {
-    void *memory = mmap(NULL, (size_t)store->figures.memory, PROT_READ | PROT_WRITE,
+    void *mapped = mmap(NULL, (size_t)mapped_size(store), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 
-    if (memory == MAP_FAILED) {
+    if (mapped == MAP_FAILED) {
         return GCK_STORE_NO_MEMORY;
     }
-    store->memory = memory;
+    store->mapped = mapped;
+    store->memory = (char *)(uintptr_t)multiple_of((int64_t)(uintptr_t)mapped, PAGE);
+#ifdef MADV_HUGEPAGE
+    madvise(mapped, (size_t)mapped_size(store), MADV_HUGEPAGE);
+#endif
 #ifdef MADV_DONTFORK
-    madvise(memory, (size_t)store->figures.memory, MADV_DONTFORK);
+    madvise(mapped, (size_t)mapped_size(store), MADV_DONTFORK);
 #endif
     return 0;
 }

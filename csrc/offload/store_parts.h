@@ -58,6 +58,7 @@ struct gck_byte_store {
     int                    prefetch;
     gck_linked             pins;          /* pins its memory; link NULL: none does                */
     char                  *memory;
+    void                  *mapped;        /* its addresses, and some before: memory is aligned    */
     gck_ranges             ranges;        /* of it                                                */
     gck_space              file_space;
     gck_file               file;          /* fd -1: none                                          */
