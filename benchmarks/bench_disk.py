@@ -46,8 +46,7 @@ import timing
 import torch
 
 import gradckpt
-from gradckpt import _C
-from gradckpt._models.offload import store_of
+from gradckpt._engine.places import SAVED, place_of
 
 MIB = 2**20
 WIDTH = 256
@@ -195,7 +194,7 @@ def training(options: argparse.Namespace, directory: str) -> dict[str, dict[str,
     for way in ("nothing kept", "memory", "disk"):  # the store keeps its memory, so it comes last
         net.step(way)
         steps[way] = net.watched(way)
-    right, figures = steps["memory"].gradients, store_of(net.place).figures()
+    right, figures = steps["memory"].gradients, place_of(net.place).figures()  # type: ignore[union-attr]
     guards.at_least("bytes put", figures["puts"] * net.payload, 2 * nbytes, "the payloads of two steps")
     guards.check(steps["disk"].gradients == right, "disk: the gradients differ from those with payloads in memory")
     guards.check(steps["nothing kept"].gradients != right, "nothing kept: the gradients are right")
@@ -250,28 +249,28 @@ def timed(run: Callable[[], int]) -> Moved:
     return Moved(moved[0], seconds)
 
 
-def by_store(store: _C.ByteStore, payload: torch.Tensor, n: int) -> tuple[Moved, Moved]:
-    """All go through a store, whose own counts say what was written and read."""
-    stored: list[_C.StoredBytes | str] = []
-    back = torch.empty_like(payload).fill_(0)
+class Saved:
+    """Tensors that a graph saves and reads again, last first, in a place on the disk: the store says what
+    its threads wrote and read, and how long some thread did.
+    """
 
-    def write() -> int:
-        before = store.figures()["written"]
-        stored.extend(store.put(payload.data_ptr(), payload.numel()) for _ in range(n))
-        return store.figures()["written"] - before
+    def __init__(self, offload: gradckpt.Offload, payload: torch.Tensor, n: int) -> None:
+        self.pack, self.unpack = gradckpt.compress_saved(None, offload=offload).hooks
+        leaf = payload.view(torch.float32).requires_grad_()
+        self.tensors = [leaf * 1 for _ in range(n)]
+        self.figures = place_of(offload, SAVED).figures  # type: ignore[union-attr]
 
-    def read() -> int:
-        before = store.figures()["read"]
-        while stored:
-            last = stored.pop()
-            if isinstance(last, str):
-                sys.exit(f"the store does not take a payload: {last}")
-            last.get(back.data_ptr())
-        return store.figures()["read"] - before
-
-    moved = timed(write), timed(read)
-    guards.check(torch.equal(back, payload), "other bytes come back from the store")
-    return moved
+    def directions(self) -> tuple[Moved, Moved]:
+        before = self.figures()
+        packed = [self.pack(x) for x in self.tensors]
+        while packed:
+            back = self.unpack(packed.pop())
+            guards.check(torch.equal(back, self.tensors[0]), "other values come back from the disk")
+        after = self.figures()
+        spans = (("written", "write_ns"), ("read", "read_ns"))
+        write, read = (Moved(after[n] - before[n], (after[t] - before[t]) / 1e9) for n, t in spans)
+        guards.check(min(*write, *read) > 0, "nothing was written or read; the measurement is wrong")
+        return write, read
 
 
 @contextlib.contextmanager
@@ -343,9 +342,9 @@ def digest_rate(memory: torch.Tensor, rounds: int) -> float | None:
 def rates(options: argparse.Namespace, directory: str) -> dict[str, Any]:
     """Of each way: GB/s, and the median ratio of the store's to it."""
     n, slots = options.mib * MIB // options.payload, options.budget // options.payload
-    payload = torch.randint(256, (options.payload,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    store = _C.ByteStore(directory, options.budget)
-    runs: dict[str, Callable[[], tuple[Moved, Moved]]] = {"store": lambda: by_store(store, payload, n)}
+    payload = torch.randn(options.payload // 4, generator=torch.Generator().manual_seed(0)).view(torch.uint8)
+    saved = Saved(gradckpt.Offload("disk", host_budget=options.budget, directory=directory), payload, n)
+    runs: dict[str, Callable[[], tuple[Moved, Moved]]] = {"store": saved.directions}
     rounds = []
     with contextlib.ExitStack() as files:
         for pages in PAGES:
@@ -451,7 +450,7 @@ def check_room(options: argparse.Namespace) -> None:
     """End with one sentence if the directory does not serve."""
     needed = 4 * options.mib * MIB
     try:
-        _C.ByteStore(options.directory, options.budget)
+        place_of(gradckpt.Offload("disk", host_budget=options.budget, directory=options.directory))
         free = shutil.disk_usage(options.directory).free
     except (OSError, ValueError) as error:
         sys.exit(str(error))

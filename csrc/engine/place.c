@@ -437,7 +437,8 @@ static PyObject *place_figures(PyObject *op, PyObject *unused)
 
     (void)unused;
     gck_byte_store_read_figures(self->store, &f);
-    figures = Py_BuildValue("{sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL}", "memory", (long long)f.memory,
+    figures = Py_BuildValue("{sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL}", "write_ns",
+                            (long long)f.write_ns, "read_ns", (long long)f.read_ns, "memory", (long long)f.memory,
                             "memory_used", (long long)f.memory_used, "memory_peak", (long long)f.memory_peak,
                             "memory_taken", (long long)f.memory_taken, "pinned", (long long)f.pinned, "pin_calls",
                             (long long)f.pin_calls, "file_used", (long long)f.file_used, "file_peak",

@@ -27,6 +27,7 @@ typedef struct {
     int64_t memory_taken, pinned, pin_calls;      /* from the system; of it; by so many calls    */
     int64_t file_used, file_peak;
     int64_t written, read;
+    int64_t write_ns, read_ns;                    /* in which some thread wrote; read            */
     int64_t puts, gets, from_memory;              /* calls; of the gets                          */
     int64_t waits_put, waits_get;                 /* calls that waited                           */
     int     write_error;                          /* why nothing is written any more; 0: it is   */

@@ -49,6 +49,12 @@ typedef struct {
     gck_byte_store_item *first, *last;
 } gck_store_queue;
 
+/* Threads that do something now, and the ns when the first of them began. */
+typedef struct {
+    int     threads;
+    int64_t since;
+} gck_store_span;
+
 struct gck_byte_store {
     pthread_mutex_t        lock;
     pthread_cond_t         work, done;    /* for the threads; for the callers                     */
@@ -66,6 +72,7 @@ struct gck_byte_store {
     gck_store_queue        reads, writes;
     gck_byte_store_item   *flights, *last_flight;
     int64_t                dirty;         /* bytes at HERE                                        */
+    gck_store_span         writing, reading;
     gck_byte_store_figures figures;
 };
 

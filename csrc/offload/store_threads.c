@@ -1,6 +1,8 @@
 /* store_threads.c: threads that move bytes between the memory of a store and its file. */
 #include "offload/store_parts.h"
 
+#include <time.h>
+
 void gck_store_push(gck_store_queue *queue, gck_byte_store_item *item)
 {
     item->next_job = NULL;
@@ -44,13 +46,23 @@ static void has_read(gck_byte_store_item *item, int status)
     }
 }
 
+static int64_t now(void)
+{
+    struct timespec t;
+
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
 static void move(gck_byte_store_item *item)
 {
     gck_byte_store *store = item->store;
     const int writes = item->at == GCK_WRITING;
+    gck_store_span *span = writes ? &store->writing : &store->reading;
     char *bytes = store->memory + item->memory;
     int status;
 
+    span->since = span->threads++ == 0 ? now() : span->since;
     pthread_mutex_unlock(&store->lock);
     if (writes) {
         item->digest = gck_file_digest(bytes, item->padded);
@@ -59,6 +71,9 @@ static void move(gck_byte_store_item *item)
         status = gck_file_read_checked(&store->file, bytes, item->padded, item->file, item->digest);
     }
     pthread_mutex_lock(&store->lock);
+    if (--span->threads == 0) {
+        *(writes ? &store->figures.write_ns : &store->figures.read_ns) += now() - span->since;
+    }
     (writes ? wrote : has_read)(item, status);
     pthread_cond_broadcast(&store->done);
     gck_store_free_if_dropped(item);
