@@ -34,7 +34,13 @@ class Payload:
 class SelectiveRecompute(torch.autograd.Function):
     @staticmethod
     def apply(
-        function: Callable[..., _R], policy: Any, /, *args: Any, compress: Compress = None, offload: OffloadLike = None, **kwargs: Any
+        function: Callable[..., _R],
+        policy: Any,
+        /,
+        *args: Any,
+        compress: Compress = None,
+        offload: OffloadLike = None,
+        **kwargs: Any,
     ) -> _R: ...
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any: ...

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gradckpt import _C
+from gradckpt._engine import places
 
 __all__ = ["Stats", "stats"]
 
@@ -60,6 +61,7 @@ class Stats(dict[str, Any]):
         for key in ("codecs", "uncompressed"):
             then = earlier[key]
             counters[key] = {name: n - then.get(name, 0) for name, n in self[key].items() if n > then.get(name, 0)}
+        counters["offload"] = self["offload"]
         return Stats(counters, self._epoch)
 
     def scalars(self, prefix: str = "gradckpt/") -> dict[str, float]:
@@ -147,6 +149,11 @@ class Stats(dict[str, Any]):
             yield "in compiled graphs, for one call", _number(self["compiled_tensors"]), sizes
         if self["live_bytes"]:
             yield "payloads alive now", "", _sizes(self["live_bytes"])
+        if (places := self["offload"]).get("puts"):
+            yield "offloaded, host memory at the peak", "", _sizes(places["memory_peak"])
+            yield "written to the disk, in all", "", _sizes(places["written"]) if places["written"] else ""
+            yield "rings on devices", "", _sizes(places["ring"]) if places["ring"] else ""
+            yield "left where they were", _number(places["kept"] + places["misses_out"]), ""
 
 
 def _in_mib(key: str) -> str:
@@ -192,7 +199,8 @@ class _Counting:
     :attr:`CompressionConfig.replay_discrete` kept from the forward. ``compiled_regions``: regions
     in graphs that ``torch.compile`` made, which the other counters do not see;
     ``compiled_graphs``: those graphs that keep tensors compressed; ``compiled_tensors``,
-    ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each.
+    ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each. ``offload``: a dict, of all
+    places that are open, since they were made; :doc:`/offload` lists its keys.
     """
 
     epoch = 0
@@ -204,7 +212,7 @@ class _Counting:
         return found if self._hidden is None else found.since(self._hidden)
 
     def _all(self) -> Stats:
-        counters = _C.stats() | compiled.flat()
+        counters = _C.stats() | compiled.flat() | {"offload": places.figures()}
         counters["peak_live_bytes"] = max(counters["peak_live_bytes"], self.earlier_peak)
         return Stats(counters, self.epoch)
 

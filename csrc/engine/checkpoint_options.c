@@ -194,3 +194,16 @@ int gck_options_place(gck_state *state, PyObject *offload, gck_plan *plan, PyObj
     plan->place = *place;
     return 0;
 }
+
+int gck_options_kept(gck_state *state, PyObject *kept, gck_plan *plan)
+{
+    PyObject *compress = kept, *offload = NULL, *place = NULL;
+    int status;
+
+    if (PyTuple_Check(kept) && !PyArg_ParseTuple(kept, "OO:kept", &compress, &offload)) {
+        return -1;
+    }
+    status = gck_options_plan(state, compress, plan) < 0 || gck_options_place(state, offload, plan, &place) < 0 ? -1 : 0;
+    Py_XDECREF(place);                           /* the tuple has it */
+    return status;
+}

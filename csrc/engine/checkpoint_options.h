@@ -28,6 +28,9 @@ int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan);
  * the codec raw.  0 or -1. */
 int gck_options_place(gck_state *state, PyObject *offload, gck_plan *plan, PyObject **place);
 
+/* What a policy keeps: compress=, or (compress=, Place), which the plan borrows.  0 or -1. */
+int gck_options_kept(gck_state *state, PyObject *kept, gck_plan *plan);
+
 /* 1 when what this plan keeps is restored with other values than the forward had. */
 int gck_plan_is_lossy(const gck_plan *plan);
 

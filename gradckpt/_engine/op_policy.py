@@ -17,6 +17,8 @@ from gradckpt._engine.catching import is_catchable
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS
 from gradckpt._engine.op_effects import with_effect
 from gradckpt._engine.op_mixing import JOINT, PRODUCT, SEPARATE, UNKNOWN, mixing_of
+from gradckpt._engine.places import place_of
+from gradckpt._offload import Offload, OffloadLike, parse_offload
 
 OpOverloadPacket, OpOverload = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
 
@@ -27,6 +29,8 @@ REPLAY: int = _C.OP_REPLAY
 REPLAY_CAST: int = _C.OP_REPLAY_CAST
 LABEL: int = _C.OP_LABEL
 REPLAY_CHOICE: int = _C.OP_REPLAY_CHOICE
+_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+_OFFLOADED = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 _REPLAYED = (REPLAY, REPLAY_CAST, REPLAY_CHOICE)
 ALL_FORMS = FORMS | ROUNDING_FORMS
 
@@ -35,18 +39,22 @@ ALL_FORMS = FORMS | ROUNDING_FORMS
 class Save:
     """A policy's answer to keep these outputs.
 
-    ``config`` says how they are compressed; None means not at all.
+    ``config`` says how they are compressed, ``offload`` where they live; None means not at all.
     """
 
     config: CompressionConfig | None = None
+    offload: Offload | None = None
 
 
-def save(compress: Compress = None) -> Save:
+def save(compress: Compress = None, *, offload: OffloadLike = None) -> Save:
     """Answer for a policy: keep an operator's outputs, compressed or exactly.
 
     Args:
         compress: As in :func:`gradckpt.checkpoint`. Outputs that the codec does not take
             (integers, fewer than ``min_numel`` values, subclasses) are kept exactly.
+        offload: Where they live, as in :func:`gradckpt.checkpoint`. The answers
+            ``CheckpointPolicy.MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD`` mean
+            ``save(offload="cpu")``.
 
     Raises:
         ValueError: unknown codec; or ``fake_quantize`` or ``include``, which apply to a region's
@@ -58,7 +66,12 @@ def save(compress: Compress = None) -> Save:
             "gradckpt: fake_quantize and include apply to the inputs of a region, not to outputs that save() keeps; "
             "leave them out"
         )
-    return Save(config)
+    return Save(config, parse_offload(offload))
+
+
+def kept(config: CompressionConfig | None, offload: Offload | None) -> Any:
+    """Return what C reads: how outputs are kept, and where."""
+    return config if offload is None else (config, place_of(offload))
 
 
 class Rule(NamedTuple):
@@ -75,6 +88,7 @@ class Rule(NamedTuple):
     phase: int = 0
     group: str = ""
     always: bool = False
+    offload: Offload | None = None
 
 
 class Policy:
@@ -98,7 +112,7 @@ class Policy:
         self.patterns = tuple(sorted(self.wanted))  # for Dynamo
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
         rows = tuple(
-            (r.op, r.keep, r.config, r.every, r.phase, groups[r.group], _form(r), _mixing(r))
+            (r.op, r.keep, kept(r.config, r.offload), r.every, r.phase, groups[r.group], _form(r), _mixing(r))
             for r in self.rules.values()
         )
         self.names = _C.make_op_policy(rows, self.wanted)
@@ -121,6 +135,12 @@ class Policy:
             self.wanted,
             [(name, _short(config)) for name, _ in self.parts],
         )
+
+    def offloaded(self, offload: OffloadLike = "cpu") -> Policy:
+        """Return this policy with kept outputs in another place. Discrete outputs stay."""
+        place = parse_offload(offload)
+        rules = (r if r.keep in _REPLAYED else r._replace(offload=place) for r in self.rules.values())
+        return Policy(rules, self.wanted, self.parts)
 
     def __or__(self, other: Any) -> Policy:
         if not isinstance(other, Policy):
@@ -248,24 +268,27 @@ def _exact(config: CompressionConfig | None) -> CompressionConfig | None:
 
 
 def rule_of(op: Any, answer: Any) -> Rule:
-    keep, config = read_policy(answer, op)
-    return Rule(op, SAVE if keep else RECOMPUTE, config, always=answer is CheckpointPolicy.MUST_RECOMPUTE)
+    keep, config, offload = read_policy(answer, op)
+    always = answer is CheckpointPolicy.MUST_RECOMPUTE
+    return Rule(op, SAVE if keep else RECOMPUTE, config, always=always, offload=offload)
 
 
-def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
-    """Return whether the policy keeps an operator's outputs, and the codec.
+def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None, Offload | None]:
+    """Return whether the policy keeps an operator's outputs, the codec, and the place.
 
     Raises:
         TypeError: the answer is not one of the documented types.
     """
+    offload = None
     if isinstance(answer, Save):
-        keep, config = True, answer.config
+        keep, config, offload = True, answer.config, answer.offload
     elif isinstance(answer, (str, CompressionConfig)):
         keep, config = True, save(answer).config
     elif isinstance(answer, bool):
         keep, config = answer, None
     elif isinstance(answer, CheckpointPolicy):
-        keep, config = answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE), None
+        keep, config = answer in _SAVED or answer in _OFFLOADED, None
+        offload = Offload() if answer in _OFFLOADED else None
     else:
         raise TypeError(
             f"gradckpt: the policy returned {answer!r} for {op}; return a CheckpointPolicy, a bool, "
@@ -274,4 +297,4 @@ def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None]:
     if mixing_of(op) == JOINT:
         config = _exact(config)
     mutates = is_overload(op) and op._schema.is_mutable
-    return int(keep and not mutates), config  # an operator that writes into its arguments has to run again
+    return int(keep and not mutates), config, offload  # an operator that writes into its arguments has to run again

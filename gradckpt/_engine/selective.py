@@ -187,7 +187,7 @@ def _policy_for_graph(policy_fn: Any) -> Callable[..., Any]:
     def answer_for_graph(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal discrete
         answer = policy_fn(ctx, op, *args, **kwargs)
-        keep, config = read_policy(answer, op)
+        keep, config, _ = read_policy(answer, op)
         if not keep and discrete is not None and discrete(ctx, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE:
             return CheckpointPolicy.MUST_SAVE
         if not keep or config is None:
@@ -250,11 +250,11 @@ def asker(policy: Policy) -> Callable[..., Any]:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if rule.keep == REPLAY_CAST and not _is_rounding_cast(args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if rule.config is None:
+        if rule.config is None and rule.offload is None:
             return CheckpointPolicy.MUST_SAVE
         if private.is_tracing_checkpoint():
-            return _save_in_graph(op, rule.config)
-        return Save(rule.config)
+            return _save_in_graph(op, rule.config) if rule.config is not None else CheckpointPolicy.MUST_CPU_OFFLOAD
+        return Save(rule.config, rule.offload)
 
     return policy_fn
 

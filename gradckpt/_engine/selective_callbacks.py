@@ -21,7 +21,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.catching import catch
 from gradckpt._engine.op_effects import has_effect
-from gradckpt._engine.op_policy import keeping_effects, read_policy
+from gradckpt._engine.op_policy import keeping_effects, kept, read_policy
 from gradckpt._patching import CHECKPOINT
 
 # ---- policies ----
@@ -36,9 +36,9 @@ def ask(mode: Any, op: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """
     answer = mode.policy_fn(selective_context(out), op, *args, **(kwargs or {}))
     plain = answer is False or answer is _RECOMPUTE[0] or answer is _RECOMPUTE[1]
-    keep, config = (0, None) if plain else read_policy(answer, op)
+    keep, config, offload = (0, None, None) if plain else read_policy(answer, op)
     if keep or (answer is not _RECOMPUTE[1] and has_effect(op)):
-        return config
+        return kept(config, offload)
     return False
 
 

@@ -36,6 +36,7 @@ _NUMBER = re.compile(r"\d+\.\d*|\.\d+|1")
 #: What a budget may be, as messages list it.
 _FORMS = '"60GiB", "60GB", "90%", "activations:6GiB" or a number of bytes'
 
+
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """``size``: bytes of tensors on the device in a step: all of them, or with ``step_only`` those

@@ -139,7 +139,10 @@ def library():
     lib.virtual_pending.restype, lib.virtual_pending.argtypes = ctypes.c_int64, (ctypes.c_int, ctypes.c_int64)
     lib.virtual_destroy_graph.argtypes = (ctypes.c_void_p,)
     lib.virtual_device_kind.restype = ctypes.c_void_p
-    lib.virtual_link_fails.restype, lib.virtual_link_fails.argtypes = ctypes.c_longlong, (ctypes.c_longlong, ctypes.c_int)
+    lib.virtual_link_fails.restype, lib.virtual_link_fails.argtypes = (
+        ctypes.c_longlong,
+        (ctypes.c_longlong, ctypes.c_int),
+    )
     return lib
 
 

@@ -33,24 +33,25 @@ static int wanted(gck_op_storage *store, int line)
 }
 
 /* The same for a policy that is a function, 1, 0 or -1.  *rule: what happens to the outputs: `own`,
- * filled in, or that of a discrete operator. */
-static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_op_rule *own, const gck_op_rule **rule)
+ * filled in, or that of a discrete operator.  *answer: new reference, which has what `own` borrows, or NULL. */
+static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_op_rule *own, const gck_op_rule **rule,
+               PyObject **answer)
 {
     gck_state *state = store->state;
-    PyObject *compress = PyObject_CallFunction(state->py.call.ask, "OOOOO", call->context, call->op, call->args,
-                                             call->kwargs != NULL ? call->kwargs : Py_None, out);
-    int keep = compress == NULL ? -1 : compress != Py_False, mixing = GCK_OP_PRODUCT;
+    PyObject *kept = PyObject_CallFunction(state->py.call.ask, "OOOOO", call->context, call->op, call->args,
+                                           call->kwargs != NULL ? call->kwargs : Py_None, out);
+    int keep = kept == NULL ? -1 : kept != Py_False, mixing = GCK_OP_PRODUCT;
 
     own->keep = GCK_OP_SAVE;
     if (keep > 0
-        && (gck_options_plan(state, compress, &own->plan) < 0
+        && (gck_options_kept(state, kept, &own->plan) < 0
             || (own->plan.codec != NULL && gck_replay_discrete_from(state, store, &own->plan) < 0)
             || (gck_op_storage_is_approximate(store)
                 && (mixing = gck_op_mixing_of(&state->py, call->op)) < 0))) {
         keep = -1;
     }
     own->mixing = (gck_op_mixing)mixing;
-    Py_XDECREF(compress);
+    *answer = kept;
     const gck_op_rule *discrete_rules = keep >= 0 ? gck_op_storage_discrete_rule(store, call) : NULL;
     const int decide = discrete_rules != NULL && (keep == 0 || discrete_rules->keep == GCK_OP_REPLAY_CHOICE);
     *rule = decide ? discrete_rules : own;
@@ -91,8 +92,8 @@ static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, i
     gck_op_rule own = {.op = NULL};
     const gck_op_rule *rule = line >= 0 ? gck_op_storage_rule(store, line) : NULL;
     const Py_ssize_t index = gck_op_storage_add(store, call);
-    int keep = index < 0 ? -1 : line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule);
-    PyObject *modes;
+    PyObject *modes, *answer = NULL;
+    int keep = index < 0 ? -1 : line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule, &answer);
     int status;
 
     if (keep > 0 && rule->keep == GCK_OP_SAVE && gck_op_mixes(store, rule)
@@ -104,6 +105,7 @@ static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, i
         keep = more < 0 ? -1 : !more;
     }
     if (keep <= 0 || gck_hide_begin(store->state, &modes) < 0) {
+        Py_XDECREF(answer);
         return keep == 0 ? 0 : -1;
     }
     if (rule->keep == GCK_OP_SAVE) {
@@ -118,6 +120,7 @@ static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, i
     if (status == 0 && draw->before != NULL) {
         status = gck_op_output_note_draw(store, index, draw);
     }
+    Py_XDECREF(answer);
     return gck_hide_end(store->state, modes) < 0 ? -1 : status;
 }
 

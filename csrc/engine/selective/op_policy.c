@@ -52,7 +52,7 @@ static int read_row(gck_state *state, PyObject *row, gck_op_rule *named)
 
     if (!PyArg_ParseTuple(row, "OiOiiiOi", &op, &keep, &compress, &named->every, &named->phase, &named->group, &form,
                           &mixing)
-        || gck_options_plan(state, compress, &named->plan) < 0) {
+        || gck_options_kept(state, compress, &named->plan) < 0) {
         return -1;
     }
     named->op = op;

@@ -58,7 +58,7 @@ extern PyType_Spec gck_op_policy_spec;
 /* Index of op, or -1. */
 int gck_op_policy_find(const gck_op_policy *names, const PyObject *op);
 
-/* gradckpt._C.make_op_policy(rows, wanted): a row is (op, keep, compress=, every, phase, group,
+/* gradckpt._C.make_op_policy(rows, wanted): a row is (op, keep, what gck_options_kept() reads, every, phase, group,
  * form, mixing); rows None: a function decides. */
 PyObject *gck_make_op_policy(PyObject *module, PyObject *args);
 

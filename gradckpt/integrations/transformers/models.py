@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gradckpt._engine.places import offload_of
 from gradckpt._engine.selective import contexts_key
 from gradckpt._models.adapter import (
     Adapter,
@@ -27,7 +28,6 @@ from gradckpt._models.adapter import (
 )
 from gradckpt._models.inactivity import ADAPTER, describe, is_on
 from gradckpt._models.keywords import Settings
-from gradckpt._engine.places import offload_of
 from gradckpt._offload import Offload
 
 __all__ = [
