@@ -11,11 +11,11 @@ from typing import Any, Literal, TypeAlias
 from gradckpt._host_memory import free_host_memory
 from gradckpt._sizes import parse_bytes
 
-__all__ = ["Offload", "OffloadLike", "parse_offload"]
+__all__ = ["PLACES", "Offload", "OffloadLike", "parse_offload"]
 
 #: The file's directory: kept across reboots, so hardly ever in memory.
 _DIRECTORY = "/var/tmp"
-_PLACES = ("cpu", "disk")
+PLACES = ("cpu", "disk")
 _BUDGETS = {"cpu": "80%", "disk": "1GiB"}
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _FALLBACKS = ("device", "error")
@@ -64,7 +64,7 @@ class Offload:
     fallback: Literal["device", "error"] = "device"
 
     def __post_init__(self) -> None:
-        if self.place not in _PLACES:
+        if self.place not in PLACES:
             raise ValueError(f"gradckpt: offload={self.place!r} is no place; pass 'cpu' or 'disk'")
         if self.fallback not in _FALLBACKS:
             raise ValueError(f"gradckpt: fallback={self.fallback!r} is unknown; pass 'device' or 'error'")
@@ -72,12 +72,20 @@ class Offload:
             raise ValueError(f"gradckpt: prefetch={self.prefetch!r} is no number of payloads; pass 0 or more")
         if self.place == "cpu" and self.directory is not None:
             raise ValueError("gradckpt: only Offload('disk') has a directory; leave it out")
-        sizes = {"host_budget": _host_bytes(_BUDGETS[self.place] if self.host_budget is None else self.host_budget)}
-        sizes |= {name: _own_bytes(getattr(self, name)) for name in ("ring", "keep_last")}
+        budget = _BUDGETS[self.place] if self.host_budget is None else self.host_budget
+        sizes = {"host_budget": _host_budget(budget)}
+        for name in ("ring", "keep_last"):
+            sizes[name] = _own_bytes(getattr(self, name))
         for name, size in (*sizes.items(), ("min_bytes", parse_bytes(self.min_bytes))):
             object.__setattr__(self, name, size)
         directory = None if self.directory is None else self._path()
         object.__setattr__(self, "directory", directory or (_DIRECTORY if self.place == "disk" else None))
+
+    def host_bytes(self) -> int:
+        """Return the host budget in bytes, where it is a percentage of what is free now."""
+        if isinstance(self.host_budget, int):
+            return self.host_budget
+        return int(free_host_memory() * float(str(self.host_budget).rstrip("%")) / 100)
 
     def _path(self) -> str:
         if not isinstance(self.directory, (str, os.PathLike)) or not (path := os.fsdecode(self.directory)):
@@ -85,17 +93,14 @@ class Offload:
         return path
 
 
-def _host_bytes(size: int | str) -> int:
-    """Return the bytes of a size, or of a part of the free memory: of whole GiB where it is larger,
-    so that equal settings are equal.
-    """
+def _host_budget(size: int | str) -> int | str:
+    """Return the bytes of a size; a percentage stays one, since the free memory changes."""
     percent = _PERCENT.fullmatch(size.strip()) if isinstance(size, str) else None
     if percent is None:
         return parse_bytes(size, forms='"64GiB", "64GB", "80%" or a number of bytes')
     if not 0 < float(percent[1]) <= 100:
         raise ValueError(f"gradckpt: host_budget={size!r} is no part of the memory; write 1% to 100%")
-    found = int(free_host_memory() * float(percent[1]) / 100)
-    return max(found >> 30 << 30, min(found, 1 << 30))
+    return f"{percent[1]}%"
 
 
 def _own_bytes(size: int | str) -> int | str:

@@ -28,10 +28,12 @@ from gradckpt._config import Compress, CompressionConfig, explains_keywords, par
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import unbound
 from gradckpt._engine.decorator import check_runs_at_call
+from gradckpt._engine.places import place_of
 from gradckpt._engine.region_callbacks import tracing_mode_active
 from gradckpt._engine.selective import contexts_of
 from gradckpt._models import activity
 from gradckpt._models.keywords import is_old_default
+from gradckpt._offload import OffloadLike, parse_offload
 from gradckpt._stats import Stats, latest_peak, restart_peak, stats
 from gradckpt.policies import PolicyLike
 
@@ -197,15 +199,23 @@ class patched:
             ``debug=True`` wins.
         fake_quantize: Let the forward run on the restored values; see
             :class:`gradckpt.CompressionConfig`.
+        offload: As ``offload=`` of :func:`gradckpt.checkpoint`.
 
     Raises:
-        ValueError: The codec or policy is unknown.
+        ValueError: The codec, policy or place is unknown.
         TypeError: An argument has another type, or the decorated object is a class, generator or
             coroutine function.
         RuntimeError: It is already active, or another library has replaced torch's function.
     """
 
-    def __init__(self, compress: Compress = "int8", *, policy: PolicyLike = None, fake_quantize: bool = False) -> None:
+    def __init__(
+        self,
+        compress: Compress = "int8",
+        *,
+        policy: PolicyLike = None,
+        fake_quantize: bool = False,
+        offload: OffloadLike = None,
+    ) -> None:
         if not isinstance(fake_quantize, bool):
             raise TypeError(f"gradckpt: fake_quantize is True or False, not {fake_quantize!r}")
         config = parse_compress(compress)
@@ -214,7 +224,9 @@ class patched:
         self.config: CompressionConfig | None = config
         self._policy = policy
         self._context_fn = contexts_of(policy)
-        self._acts = config is not None or self._context_fn is not None
+        self.offload = parse_offload(offload)
+        self._place = place_of(self.offload)
+        self._acts = config is not None or self._context_fn is not None or self._place is not None
         self._forget()
 
     def _forget(self) -> None:
@@ -300,7 +312,7 @@ class patched:
 
         @functools.wraps(function)
         def within(*args: P.args, **kwargs: P.kwargs) -> R:
-            with patched(self.config, policy=self._policy):
+            with patched(self.config, policy=self._policy, offload=self.offload):
                 return function(*args, **kwargs)
 
         return within
@@ -349,7 +361,10 @@ class patched:
         if in_model:
             function, tensors = unbound(function)
             kwargs |= tensors
-        return _C.checkpoint(function, *args, compress=self.config, buffers="torch", **kwargs)
+        return _C.checkpoint(function, *args, compress=self.config, offload=self._place, buffers="torch", **kwargs)
+
+    def _replacement(self) -> dynamo.Replacement:
+        return dynamo.Replacement(self.config, self._context_fn, self._place)
 
     # ---- the report ----
 
@@ -452,7 +467,7 @@ def in_force() -> bool:
 def _tell_dynamo() -> None:
     """Tell torch.compile the settings of the innermost patch."""
     acting = [handle for handle in _active[-1:] if handle._acts]
-    dynamo.replace_checkpoint(dynamo.Replacement(acting[0].config, acting[0]._context_fn) if acting else None)
+    dynamo.replace_checkpoint(acting[0]._replacement() if acting else None)
 
 
 def _is_tracing() -> bool:

@@ -31,19 +31,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradckpt import _import_hooks, _script
 from gradckpt._codec_names import ALIASES, for_activations
 from gradckpt._config import CompressionConfig, parse_compress
+from gradckpt._engine.places import place_of
 from gradckpt._engine.selective import contexts_of
+from gradckpt._offload import PLACES
 from gradckpt._patching import patched
 from gradckpt._stats import format_bytes
 
 __all__ = ["main"]
 
 #: Options that are followed by a value.
-_VALUED = ("--compress", "--policy", "--min-numel", "--stats")
+_VALUED = ("--compress", "--policy", "--offload", "--min-numel", "--stats")
 
 #: Of those, what each takes, and one that would do.
 _TAKES = {
     "--compress": ("a codec", "int8"),
     "--policy": ("a policy", "save_matmuls"),
+    "--offload": ("a place", "cpu"),
     "--min-numel": ("a number", "1024"),
 }
 
@@ -51,7 +54,7 @@ _TAKES = {
 _MEANT = {"--codec": "--compress"}
 
 #: Options that change the training. Those of the report are words that scripts have, too.
-_CHANGING = ("--compress", "--policy", "--fake-quantize", "--min-numel")
+_CHANGING = ("--compress", "--policy", "--offload", "--fake-quantize", "--min-numel")
 
 _EXAMPLES = """examples:
   gradckpt run train.py --lr 1e-4
@@ -84,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
         "--policy",
         metavar="POLICY",
         help='keep outputs inside the regions, too: "save_matmuls:int8"; with --compress none "save_attention"',
+    )
+    parser.add_argument(
+        "--offload", metavar="PLACE", choices=PLACES, help="where checkpoints live meanwhile: cpu (host memory) or disk"
     )
     parser.add_argument("--fake-quantize", action="store_true", help="let the forward, too, run on the restored values")
     parser.add_argument(
@@ -155,6 +161,7 @@ def _config(given: argparse.Namespace) -> CompressionConfig | None:
     """
     config = parse_compress(None if given.compress.lower() == "none" else given.compress)
     contexts_of(given.policy)
+    place_of(given.offload)
     fields = {} if given.min_numel is None else {"min_numel": given.min_numel}
     if given.fake_quantize:
         fields["fake_quantize"] = True
@@ -195,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.stats = os.path.abspath(given.stats)
         if _rank()[0] == 0 and os.path.exists(given.stats):
             os.remove(given.stats)
-    run = _Run(config, given.policy, given.stats, given.quiet)
+    run = _Run(config, given.policy, given.offload, given.stats, given.quiet)
     if not given.quiet and _rank()[0] == 0:
         _hint_at_options_behind(options, given.arguments)
     run.begin()
@@ -237,11 +244,18 @@ def _end_by(error: BaseException) -> str:
 class _Run:
     """The patch of one process, its children, and the report at the end."""
 
-    def __init__(self, config: CompressionConfig | None, policy: str | None, stats: str | None, quiet: bool) -> None:
-        self.options = (config, policy, stats, quiet)
+    def __init__(
+        self,
+        config: CompressionConfig | None,
+        policy: str | None,
+        offload: str | None,
+        stats: str | None,
+        quiet: bool,
+    ) -> None:
+        self.options = (config, policy, offload, stats, quiet)
         self.stats, self.quiet = stats, quiet
-        self.policy = policy
-        self.patched = patched(config, policy=policy)
+        self.policy, self.offload = policy, offload
+        self.patched = patched(config, policy=policy, offload=offload)
         self.end_of_script = ""  # an exception, or a status that is not 0
         self.child = False
         self.children = 0  # started by this process
@@ -298,6 +312,7 @@ class _Run:
         what = config.codec if config is not None else "none"
         what += ", fake-quantized" if config is not None and config.fake_quantize else ""
         what += f", policy {self.policy}" if self.policy else ""
+        what += f", offloaded to {self.offload}" if self.offload else ""
         ranks = f", rank {self.rank[0]} of {self.rank[1]}" if self.rank[1] > 1 else ""
         where = f", process {os.getpid()} ({multiprocessing.current_process().name})" if self.child else ""
         lines = [f"gradckpt run ({what}{ranks}{where})"]
@@ -351,6 +366,7 @@ class _Run:
         found = {
             "compress": config.to_dict() if config is not None else None,
             "policy": self.policy,
+            "offload": self.offload,
             "rank": self.rank[0],
             "world_size": self.rank[1],
             **counted,
@@ -424,8 +440,8 @@ class _Begin:
 _inherited: list[_Run] = []  # multiprocessing refers to it weakly
 
 
-def _inherit(config: CompressionConfig | None, policy: str | None, stats: str | None, quiet: bool) -> None:
-    run = _Run(config, policy, stats, quiet)
+def _inherit(*options: Any) -> None:
+    run = _Run(*options)
     _inherited.append(run)
     run.begin_in_child()
 

@@ -15,6 +15,7 @@
     REASON(GCK_SKIP_OVERFLOW, "values the codec cannot hold")       \
     REASON(GCK_SKIP_FLAG, "no flag left to report overflow")        \
     REASON(GCK_SKIP_DENSE, "too few zeros for the codec")           \
+    REASON(GCK_SKIP_PLACE, "not offloaded")                         \
     REASON(GCK_SKIP_SMALL, "smaller than min_numel")                \
     REASON(GCK_SKIP_EXACT, "backward needs it exactly")             \
     REASON(GCK_SKIP_ATTRIBUTE, "attribute that cannot be copied")   \

@@ -59,6 +59,7 @@ def checkpoint(
     *args: Any,
     compress: Any = None,
     policy: Any = None,
+    offload: Any = None,
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Any = None,
@@ -70,6 +71,8 @@ def checkpoint(
     **kwargs: Any,
 ) -> Any:
     """Run ``gradckpt.checkpoint`` as Dynamo sees it. A graph keeps nothing that hooks could see."""
+    if offload is not None and offload is not False:  # a graph frees and reads its payloads itself
+        torch._dynamo.graph_break()
     # Dynamo guards on the content, keys and numbers included, and not on the object.
     if isinstance(compress, CompressionConfig):
         compress = {field: _constant(getattr(compress, field)) for field in _FIELDS}
@@ -375,6 +378,7 @@ class Replacement(NamedTuple):
 
     config: CompressionConfig | None
     context_fn: Any
+    place: Any = None
 
 
 #: None leaves torch's checkpoint unchanged. Dynamo guards on it: code compiled under one
@@ -386,7 +390,7 @@ def bind_not_torchs(function: Any, kwargs: dict[str, Any]) -> Any:
     """Bind to the function those of its keywords that gradckpt.checkpoint would take for its own,
     and torch passes on. They are removed from ``kwargs``.
     """
-    its_own = {key: kwargs.pop(key) for key in ("compress", "policy", "buffers") if key in kwargs}
+    its_own = {key: kwargs.pop(key) for key in ("compress", "policy", "offload", "buffers") if key in kwargs}
     return functools.partial(function, **its_own) if its_own else function
 
 
@@ -398,7 +402,7 @@ def torchs_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = No
     if _replacement.context_fn is not None and (own is None or own is torch_checkpoint.noop_context_fn):
         kwargs["context_fn"] = _replacement.context_fn
     function = bind_not_torchs(function, kwargs)
-    return checkpoint(function, *args, compress=_replacement.config, **kwargs)
+    return checkpoint(function, *args, compress=_replacement.config, offload=_replacement.place, **kwargs)
 
 
 def replace_checkpoint(replacement: Replacement | None) -> None:

@@ -34,7 +34,7 @@ CHOICES = {"determinism_check": ("default", "warn", "none"), "buffers": ("once",
 OPTIONS = ("compress", "context_fn", "policy", *FLAGS, HOOKS_SEE_KEPT, *CHOICES)
 
 #: Keywords that gradckpt.checkpoint takes for its own.
-TAKEN = frozenset({*OPTIONS, "function", "use_reentrant"})
+TAKEN = frozenset({*OPTIONS, "function", "offload", "use_reentrant"})
 
 
 def check_bool(key: str, value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import os
 import threading
 import warnings
 import weakref
@@ -50,8 +51,8 @@ def _made(offload: Offload, payloads: int) -> _C.Place:
         return -1 if value == "auto" else int(value)
 
     return _C.Place(
-        offload.directory,
-        size(offload.host_budget),
+        None if offload.directory is None else os.fspath(offload.directory),
+        offload.host_bytes(),
         size(offload.ring),
         size(offload.keep_last),
         offload.prefetch,
@@ -70,7 +71,7 @@ def _again(place: _C.Place) -> tuple[Any, ...]:
     return place_of, (_offloads[place], next(key[1] for key, found in _places.items() if found is place))
 
 
-copyreg.pickle(_C.Place, _again)  # type: ignore[arg-type]
+copyreg.pickle(_C.Place, _again)
 
 
 @functools.cache

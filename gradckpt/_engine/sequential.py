@@ -10,7 +10,9 @@ from typing import Any, Union
 
 from gradckpt._C import checkpoint
 from gradckpt._config import Compress
+from gradckpt._engine.places import place_of
 from gradckpt._engine.torch_errors import for_sequential, warn_torchs
+from gradckpt._offload import OffloadLike
 
 __all__ = ["Segment", "checkpoint_sequential"]
 
@@ -110,6 +112,7 @@ def checkpoint_sequential(
     use_reentrant: bool | None = False,
     *,
     compress: Compress = None,
+    offload: OffloadLike = None,
     unpack_tuples: bool = False,
     **options: Any,
 ) -> Any:
@@ -128,7 +131,8 @@ def checkpoint_sequential(
             so no region.
         input: The argument of the first function.
         use_reentrant: As in :func:`gradckpt.checkpoint`.
-        compress: As in :func:`gradckpt.checkpoint`: how the inputs of the segments are kept.
+        compress, offload: As in :func:`gradckpt.checkpoint`: how and where the inputs of the
+            segments are kept.
         unpack_tuples: ``False``: a tuple goes from function to function as one object, as in
             ``nn.Sequential``. ``True``: it becomes the next function's positional arguments, so
             that several tensors pass between functions.
@@ -151,6 +155,8 @@ def checkpoint_sequential(
     if use_reentrant is None:
         warn_torchs("sequential_not_explicit")
         use_reentrant = True
+    if (place := place_of(offload)) is not None:
+        options["offload"] = place
     chain = list(functions)
     starts = [0, *_boundaries(segments, len(chain))]
     for start, end in itertools.pairwise(starts):

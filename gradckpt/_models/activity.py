@@ -191,6 +191,7 @@ _ADVICE = {
     "values the codec cannot hold": "choose a codec that rounds, as int8",
     "no flag left to report overflow": "capture fewer regions, or choose a codec that rounds, as int8",
     "too few zeros for the codec": 'choose another codec, as "lossless"',
+    "not offloaded": "print(gradckpt.stats()['offload']) has the counts; raise host_budget or ring, or lower min_bytes",
     "device without kernels": "`gradckpt doctor` says what this build has",
     "backward needs it exactly": 'a codec that loses nothing, as "lossless", compresses it',
     "tensor subclass": "only plain tensors are compressed",

@@ -11,6 +11,7 @@
 #include "engine/payload/sharing.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <structmember.h>
 
 /* Record how far the first value lies from an aligned address of its storage.  0 or -1. */
@@ -75,8 +76,10 @@ void gck_payload_again(gck_payload *self)
     count_use(self);
 }
 
+static int keeps_as_it_is(const gck_codec *codec) { return strcmp(codec->name, "raw") == 0; }
+
 /* Make the memory for the bytes.  Only a codec that fits needs no Python tensor of them, and only
- * where no outer hook gets it.  0 or -1. */
+ * where no outer hook gets it.  0; 1: no place takes them, and as they are they need no payload; -1. */
 static int make_bytes(gck_payload *self, int use, PyObject *place)
 {
     gck_py *py = &self->state->py;
@@ -84,6 +87,9 @@ static int make_bytes(gck_payload *self, int use, PyObject *place)
     int made = place == NULL || use != GCK_FOR_REGION || !self->has_values
              ? 0 : gck_placed_take(self->state, place, self->nbytes, self->device, self->stream, &self->placed);
 
+    if (made == 0 && place != NULL && use == GCK_FOR_REGION && self->has_values && keeps_as_it_is(self->codec)) {
+        return 1;
+    }
     made = made == 0 && ours ? gck_fresh_bytes(py, self->nbytes, self->device, &self->own) : made;
     if (made != 0) {
         return made > 0 ? 0 : -1;
@@ -197,8 +203,13 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     }
     status = describe(self, in, exact);
     dense = status == 0 && !gck_payload_room(self, &in->view, use == GCK_FOR_USER);
-    if (status != 0 || dense || make_bytes(self, use, place) < 0) {
+    if (status != 0 || dense) {
         *skip = status > 0 ? GCK_SKIP_LAYOUT : dense ? GCK_SKIP_DENSE : GCK_COMPRESS;
+        goto exit;
+    }
+    status = make_bytes(self, use, place);
+    if (status != 0) {
+        *skip = status > 0 ? GCK_SKIP_PLACE : GCK_COMPRESS;
         goto exit;
     }
     if (gck_payload_overflow_begin(self) < 0) {

@@ -18,7 +18,7 @@
 #include "engine/region/region_node.h"
 
 const char gck_checkpoint_doc[] =
-    "checkpoint(function, *args, compress=None, policy=None, use_reentrant=False, preserve_rng_state=True, "
+    "checkpoint(function, *args, compress=None, policy=None, offload=None, use_reentrant=False, preserve_rng_state=True, "
     "context_fn=None, determinism_check='default', debug=False, early_stop=True, respect_saved_tensors_hooks=None, "
     "buffers=None, **kwargs)\n--\n\n"
     "Run ``function(*args, **kwargs)`` now, and again in backward instead of keeping what it saved.\n\n"
@@ -35,8 +35,11 @@ const char gck_checkpoint_doc[] =
     "        ``\"save_attention\"``, ``\"save_attention|save_matmuls:int8\"``, a ``gradckpt.policies.Policy``, or\n"
     "        what gradckpt.compat.create_selective_checkpoint_contexts takes. It excludes ``context_fn`` and\n"
     "        ``debug``. A second backward (``retain_graph=True``) then raises RuntimeError, as in torch.\n"
+    "    offload: Where the inputs of the region that compress= means live until backward: ``None`` on their\n"
+    "        device, ``\"cpu\"`` in host memory, ``\"disk\"``, or a gradckpt.Offload. Without a codec they move\n"
+    "        as they are. Hooks that see what a region keeps (respect_saved_tensors_hooks) get it instead.\n"
     "    use_reentrant: ``True`` makes one graph node of the whole region, with torch's restrictions, and\n"
-    "        excludes ``compress`` and ``policy``. ``None`` means ``True``, with torch's warning.\n"
+    "        excludes ``compress``, ``policy`` and ``offload``. ``None`` means ``True``, with torch's warning.\n"
     "    preserve_rng_state, context_fn, early_stop: As in torch.\n"
     "    determinism_check: ``\"default\"`` compares each tensor that the recompute saves with the forward's:\n"
     "        shape, dtype and device as in torch, and strides, argument, parameter or operator where both runs\n"

@@ -186,7 +186,8 @@ exit:
 static int check_options(const gck_state *state, const gck_options *o, PyObject *kwargs)
 {
     const int compress = o->compress != NULL && o->compress != Py_None && o->compress != Py_False;
-    const char *ours = compress ? "compress" : gck_options_policy(o) ? "policy" : NULL;
+    const int offload = o->offload != NULL && o->offload != Py_None && o->offload != Py_False;
+    const char *ours = compress ? "compress" : gck_options_policy(o) ? "policy" : offload ? "offload" : NULL;
     const struct { PyObject *value; const char *name; } only_otherwise[] = {
         {gck_options_custom_context(state, o) ? o->context_fn : NULL, "context_fn"},
         {o->debug != Py_False ? o->debug : NULL, "debug"},
