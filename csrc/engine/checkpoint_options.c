@@ -203,7 +203,7 @@ int gck_options_kept(gck_state *state, PyObject *kept, gck_plan *plan)
     if (PyTuple_Check(kept) && !PyArg_ParseTuple(kept, "OO:kept", &compress, &offload)) {
         return -1;
     }
-    status = gck_options_plan(state, compress, plan) < 0 || gck_options_place(state, offload, plan, &place) < 0 ? -1 : 0;
+    status = gck_options_plan(state, compress, plan) < 0 ? -1 : gck_options_place(state, offload, plan, &place);
     Py_XDECREF(place);                           /* the tuple has it */
     return status;
 }

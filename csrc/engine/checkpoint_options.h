@@ -24,8 +24,8 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
 /* compress= as a plan; codec NULL: none.  0 or -1. */
 int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan);
 
-/* offload= for a plan: *place, new reference or NULL, which has to live as long as the plan.  A plan without a codec then has
- * the codec raw.  0 or -1. */
+/* offload= for a plan: *place, new reference or NULL, which has to live as long as the plan.  A plan without a codec
+ * then has the codec raw.  0 or -1. */
 int gck_options_place(gck_state *state, PyObject *offload, gck_plan *plan, PyObject **place);
 
 /* What a policy keeps: compress=, or (compress=, Place), which the plan borrows.  0 or -1. */

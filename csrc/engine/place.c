@@ -210,7 +210,7 @@ static int take_on_device(gck_state *state, gck_place *self, int64_t nbytes, int
     Py_BEGIN_ALLOW_THREADS
     status = gck_offloader_take(of->offloader, nbytes, stream, &placed->bytes);
     Py_END_ALLOW_THREADS
-    if (status == GCK_STORE_RING) {              /* counted there: another order than was expected, or a large payload */
+    if (status == GCK_STORE_RING) {              /* counted there: another order than expected, or a large payload */
         return 0;
     }
     return status == 0 ? 1 : stays(state, self, text_of(of->offloader, device, status));

@@ -15,8 +15,8 @@ typedef struct {
 
 static inline int gck_is_placed(const gck_placed *placed) { return placed->place != NULL; }
 
-/* Memory for so many bytes that work on this stream writes.  1; 0: they stay where torch's allocator puts them, which is
- * counted; -1 with an exception. */
+/* Memory for so many bytes that work on this stream writes.  1; 0: they stay where torch's allocator puts them, which
+ * is counted; -1 with an exception. */
 int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int device, void *stream, gck_placed *placed);
 
 /* 1 when nothing has to be moved to read them; 0, also at no place. */

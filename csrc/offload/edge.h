@@ -1,5 +1,6 @@
-/* edge.h: the orders between accesses to the ring and to the store's memory.  Each has a number; tests leave one out, and
- * what then has no order is found (tests/device/test_offload_edges.py). */
+/* edge.h: the orders between accesses to the ring and to the store's memory.
+ *
+ * Each has a number; tests leave one out, and what then has no order is found. */
 #ifndef GRADCKPT_EDGE_H
 #define GRADCKPT_EDGE_H
 

@@ -68,7 +68,7 @@ int gck_event_finish(gck_event *event)
     gck_linked *on = event->on;
     const int status = event->open ? gck_linked_said(on, on->link->finish(on->index, event->handle)) : GCK_OK;
 
-    event->open = 0;             /* a device that fails here fails at everything */
+    event->open = event->open && status != GCK_OK;
     return status;
 }
 

@@ -25,6 +25,8 @@ struct gck_offloaded {
     int                  readers;                /* between bring and let go                           */
     int                  at_once;                /* there were several                                 */
     int                  written, dropped;
+    int                  lost;                   /* work was queued, and it is not known when it ends: its part of the
+                                                  * ring is never used again */
     void                *stream;                 /* until then: what may write it                      */
 };
 
@@ -59,7 +61,11 @@ void *gck_offloaded_memory(const gck_offloaded *b)
 static int used_by(gck_offloaded *b, void *stream)
 {
     b->last = b->last != NULL ? b->last : gck_event_take(&b->offloader->on);
-    return b->last != NULL && gck_event_record(b->last, stream) == GCK_OK ? 0 : GCK_STORE_DEVICE;
+    if (b->last == NULL || gck_event_record(b->last, stream) != GCK_OK) {
+        b->lost = 1;
+        return GCK_STORE_DEVICE;
+    }
+    return 0;
 }
 
 static void leave_ring(gck_offloaded *b)
@@ -68,13 +74,14 @@ static void leave_ring(gck_offloaded *b)
     gck_event *last = b->last;
 
     b->last = NULL;
-    if (b->ring >= 0) {
-        o->bytes_taken -= b->size;
+    o->bytes_taken -= b->ring >= 0 ? b->size : 0;
+    if (b->ring >= 0 && !b->lost) {
         gck_ranges_give(&o->ring, b->ring, b->size, last);
     } else {
         gck_event_give(last);
     }
     b->ring = -1;
+    b->lost = 0;
 }
 
 /* Not for one that is read now. */
@@ -138,8 +145,6 @@ int gck_offloader_add(gck_offloader *o, void *memory, int64_t nbytes, void *stre
 
 /* ---- copies ---- */
 
-typedef int copy(int index, void *stream, void *to, const void *from, int64_t nbytes);
-
 /* Copy so many bytes, from byte `from` of the store's on, between device and store: in parts that are pinned as one.  0
  * or a status. */
 static int copy_parts(gck_offloaded *b, int64_t from, int64_t nbytes, void *device, void *stream, int out)
@@ -161,13 +166,16 @@ static int copy_parts(gck_offloaded *b, int64_t from, int64_t nbytes, void *devi
     return gck_linked_said(&o->on, status) == GCK_OK ? 0 : GCK_STORE_DEVICE;
 }
 
-/* A copy on this stream is the last use of its memory in the store.  0 or a status. */
-static int flies(gck_offloaded *b, void *stream)
+/* Queue a copy between the store and device memory, which is the last use of both.  0 or a status: then it is not known
+ * what was queued. */
+static int copy(gck_offloaded *b, int64_t from, int64_t nbytes, void *device, void *stream, int out)
 {
     gck_byte_store_item *item = b->item;
+    int status = copy_parts(b, from, nbytes, device, stream, out);
 
     item->last = item->last != NULL ? item->last : gck_event_take(&b->offloader->on);
-    if (item->last == NULL || gck_event_record(item->last, stream) != GCK_OK) {
+    if (status != 0 || item->last == NULL || gck_event_record(item->last, stream) != GCK_OK) {
+        item->lost = b->lost = 1;
         return GCK_STORE_DEVICE;
     }
     gck_store_flies(item);
@@ -208,7 +216,7 @@ static int copy_out(gck_offloaded *b)
 
     unhold(b);
     if (GCK_EDGE(GCK_EDGE_COPY_OUT, gck_event_wait(b->last, out), GCK_OK) != GCK_OK
-        || copy_parts(b, 0, b->nbytes, gck_offloaded_memory(b), out, 1) != 0 || flies(b, out) != 0 || used_by(b, out) != 0) {
+        || copy(b, 0, b->nbytes, gck_offloaded_memory(b), out, 1) != 0 || used_by(b, out) != 0) {
         return GCK_STORE_DEVICE;
     }
     b->copied = 1;
@@ -216,15 +224,18 @@ static int copy_out(gck_offloaded *b)
     return 0;
 }
 
-/* Queue the copy into its part of the ring.  0 or a status. */
+/* Queue the copy into its part of the ring, which it leaves if that fails.  0 or a status. */
 static int copy_in(gck_offloaded *b)
 {
     gck_offloader *o = b->offloader;
     const gck_event *out = b->item->last;
 
-    return (out != NULL && GCK_EDGE(GCK_EDGE_COPY_IN, gck_event_wait(out, o->in), GCK_OK) != GCK_OK)
-        || copy_parts(b, 0, b->nbytes, gck_offloaded_memory(b), o->in, 0) != 0 || flies(b, o->in) != 0 || used_by(b, o->in) != 0
-         ? GCK_STORE_DEVICE : 0;
+    if ((out != NULL && GCK_EDGE(GCK_EDGE_COPY_IN, gck_event_wait(out, o->in), GCK_OK) != GCK_OK)
+        || copy(b, 0, b->nbytes, gck_offloaded_memory(b), o->in, 0) != 0 || used_by(b, o->in) != 0) {
+        leave_ring(b);
+        return GCK_STORE_DEVICE;
+    }
+    return 0;
 }
 
 /* ---- writing ---- */
@@ -443,9 +454,9 @@ int gck_offloaded_copy(gck_offloaded *b, int64_t from, int64_t nbytes, void *to,
     status = !b->held ? 0 : b->readers > 0 ? GCK_STORE_BUSY : copy_out(b);
     status = status == 0 ? gck_store_hold(b->item, 1) : status;
     if (status == 0) {
-        status = b->item->last != NULL && GCK_EDGE(GCK_EDGE_READ_PAST, gck_event_wait(b->item->last, stream), GCK_OK) != GCK_OK
-              ? GCK_STORE_DEVICE : copy_parts(b, from, nbytes, to, stream, 0);
-        status = status == 0 ? flies(b, stream) : status;
+        const gck_event *out = b->item->last;
+        status = out != NULL && GCK_EDGE(GCK_EDGE_READ_PAST, gck_event_wait(out, stream), GCK_OK) != GCK_OK
+              ? GCK_STORE_DEVICE : copy(b, from, nbytes, to, stream, 0);
         gck_store_release(b->item);
     }
     return unlock(o, status);

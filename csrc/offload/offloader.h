@@ -1,8 +1,8 @@
 /* offloader.h: moves bytes between a device and a store.
  *
- * Bytes are written into the ring, a part of the device's memory of fixed size; copies on streams of their own take them
- * to the store, whose memory is pinned, and back into the ring before they are read.  The newest stay in the ring, since
- * a backward reads them first.  Nothing is waited for but the file's threads: streams wait for each other.
+ * Bytes are written into the ring, a part of the device's memory of fixed size; copies on streams of their own take
+ * them to the store, whose memory is pinned, and back into the ring before they are read.  The newest stay in the ring,
+ * since a backward reads them first.  Nothing is waited for but the file's threads: streams wait for each other.
  *
  * Each access to a part of the ring or of the store's memory comes after the one before it, by an edge that has a
  * number (GCK_EDGE). */
@@ -36,8 +36,8 @@ int gck_offloader_new(const gck_link *link, int index, gck_byte_store *store, co
 /* Wait for its copies; nothing of it is in use. */
 void gck_offloader_free(gck_offloader *offloader);
 
-/* Make the ring larger by this memory of the device, which lives as long, and which work on this stream may still use.  0
- * or a status. */
+/* Make the ring larger by this memory of the device, which lives as long, and which work on this stream may still use.
+ * 0 or a status. */
 int gck_offloader_add(gck_offloader *offloader, void *memory, int64_t nbytes, void *stream);
 
 /* How much larger the ring should be for payloads of so many bytes, if it is to hold so many of them. */
@@ -50,8 +50,8 @@ int gck_offloader_take(gck_offloader *offloader, int64_t nbytes, void *stream, g
 /* That work is queued.  0 or a status: its memory is not used again before the device is idle. */
 int gck_offloaded_written(gck_offloaded *bytes, void *stream);
 
-/* Have the bytes in the ring, for work on this stream, until gck_offloaded_let_go().  0; GCK_STORE_RING; or why they cannot
- * be had. */
+/* Have the bytes in the ring, for work on this stream, until gck_offloaded_let_go().  0; GCK_STORE_RING; or why they
+ * cannot be had. */
 int gck_offloaded_bring(gck_offloaded *bytes, void *stream);
 
 /* The work that reads them is queued on this stream.  0 or a status. */

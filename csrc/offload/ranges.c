@@ -8,8 +8,11 @@
 static int reserve(gck_ranges *ranges)
 {
     const int64_t wanted = ranges->n + ranges->space.taken + 2;
-    gck_given *given = wanted <= ranges->room ? ranges->given : realloc(ranges->given, (size_t)(2 * wanted) * sizeof *given);
+    gck_given *given = ranges->given;
 
+    if (wanted > ranges->room) {
+        given = realloc(given, (size_t)(2 * wanted) * sizeof *given);
+    }
     if (given == NULL) {
         return -1;
     }

@@ -37,7 +37,7 @@ int gck_ranges_add(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_event
 /* 1 when some part was given and may be taken by no one yet. */
 int gck_ranges_wait(const gck_ranges *ranges);
 
-/* The oldest use that is not done, taken out: the caller waits for it and gives the part back; offset -1: there is none. */
+/* The oldest use that is not done, taken out: the caller waits for it and gives the part back.  offset -1: none. */
 gck_given gck_ranges_oldest(gck_ranges *ranges);
 
 /* Wait for all uses that are not done. */

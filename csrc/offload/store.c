@@ -50,8 +50,8 @@ void gck_byte_store_free(gck_byte_store *store)
     free(store);
 }
 
-/* Addresses for its memory, which the system gives when they are written: in large pages, since a request to the disk is
- * made of so many pages.  0 or why not. */
+/* Addresses for its memory, which the system gives when they are written: in large pages, since a request to the disk
+ * may have only so many.  0 or why not. */
 static int reserve_memory(gck_byte_store *store)
 {
     void *mapped = mmap(NULL, (size_t)mapped_size(store), PROT_READ | PROT_WRITE,
@@ -122,7 +122,9 @@ static int wait_for_memory(gck_byte_store *store, gck_byte_store_item *item, voi
             return store->figures.write_error != 0 ? store->figures.write_error : GCK_STORE_FULL;
         }
         *waited = 1;
-        gck_store_await(store);
+        if ((got = gck_store_await(store)) != 0) {
+            return got;
+        }
         gck_store_poll(store);
     }
     return 0;
@@ -140,7 +142,8 @@ int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream
     if ((item = calloc(1, sizeof *item)) == NULL) {
         return GCK_STORE_NO_MEMORY;
     }
-    *item = (gck_byte_store_item){.store = store, .nbytes = nbytes, .memory = -1, .file = -1, .at = GCK_FILLING};
+    *item = (gck_byte_store_item){.store = store, .nbytes = nbytes, .memory = -1, .file = -1, .at = GCK_FILLING,
+                                  .of_device = stream != NULL};
     item->padded = multiple_of(nbytes, GCK_FILE_ALIGNMENT);
     gck_store_poll(store);
     gck_store_write_down_to(store, store->figures.memory / 2 - item->padded);
@@ -248,9 +251,9 @@ int gck_store_hold(gck_byte_store_item *item, int wait)
         } else {
             waited = 1;
             item->error = 0;
-            gck_store_await(store);
+            status = gck_store_await(store);
             gck_store_poll(store);
-            status = item->error;
+            status = status == 0 ? item->error : status;
         }
     }
     if (status != 0) {
@@ -347,6 +350,7 @@ void gck_byte_store_read_figures(gck_byte_store *store, gck_byte_store_figures *
         return;
     }
     pthread_mutex_lock(&store->lock);
+    gck_store_poll(store);
     *figures = store->figures;
     figures->memory_used = store->ranges.space.used;
     figures->file_used = store->file_space.used;

@@ -38,11 +38,13 @@ struct gck_byte_store_item {
     void                *past;            /* owned: its bytes in memory that is not the store's   */
     uint64_t             digest;
     gck_store_place      at;
+    int                  of_device;       /* that writes it, at some time                         */
     int                  holds;           /* of callers                                           */
     int                  in_flight;       /* a device reads or writes its memory, until `last`; with a file only */
     gck_event           *last;            /* owned: the device's last use of it; NULL: none       */
     int                  error;           /* of its last read                                     */
     int                  dropped;
+    int                  lost;            /* it is not known when a device ends with its memory: it is not used again */
 };
 
 typedef struct {
@@ -102,8 +104,8 @@ void gck_store_flies(gck_byte_store_item *item);
 /* Those of which the device is done are here. */
 void gck_store_poll(gck_byte_store *store);
 
-/* Wait until something moved: without the lock meanwhile. */
-void gck_store_await(gck_byte_store *store);
+/* Wait until something moved: without the lock meanwhile.  0, or a status of the device. */
+int gck_store_await(gck_byte_store *store);
 
 /* Wait for all that devices do with its memory. */
 void gck_store_settle(gck_byte_store *store);

@@ -43,7 +43,7 @@ void gck_store_give(gck_byte_store_item *item)
     gck_event *last = item->last;
 
     item->last = NULL;
-    if (item->memory >= 0) {
+    if (item->memory >= 0 && !item->lost) {
         gck_ranges_give(&item->store->ranges, item->memory, item->padded, last);
     } else {
         gck_event_give(last);
@@ -70,12 +70,14 @@ static int evict(gck_byte_store *store, const gck_byte_store_item *end)
     return 0;
 }
 
-/* Will some memory be given without a call?  What callers fill or hold may be this one's. */
+/* Will some memory be given without a call of this thread?  Callers fill and hold for a moment, but for a device. */
 static int something_moves(const gck_byte_store *store)
 {
     const gck_byte_store_item *item = store->oldest;
 
-    while (item != NULL && !(item->memory >= 0 && is_moving(item))) {
+    while (item != NULL
+           && !(item->memory >= 0
+                && (is_moving(item) || item->holds > 0 || (item->at == GCK_FILLING && !item->of_device)))) {
         item = item->newer;
     }
     return item != NULL || gck_ranges_wait(&store->ranges);
@@ -198,20 +200,21 @@ void gck_store_poll(gck_byte_store *store)
     }
 }
 
-void gck_store_await(gck_byte_store *store)
+int gck_store_await(gck_byte_store *store)
 {
     gck_given given = gck_ranges_oldest(&store->ranges);
+    int status = GCK_OK;
 
     if (given.offset >= 0) {
         pthread_mutex_unlock(&store->lock);
-        gck_event_finish(given.last);
+        status = gck_event_finish(given.last);
         pthread_mutex_lock(&store->lock);
         gck_ranges_give(&store->ranges, given.offset, given.nbytes, given.last);
     } else if (store->flights != NULL) {
         gck_byte_store_item *item = store->flights;
         item->holds++;                           /* it may land, and be dropped, meanwhile */
         pthread_mutex_unlock(&store->lock);
-        gck_event_finish(item->last);
+        status = gck_event_finish(item->last);
         pthread_mutex_lock(&store->lock);
         gck_store_poll(store);
         item->holds--;
@@ -219,12 +222,15 @@ void gck_store_await(gck_byte_store *store)
     } else {
         pthread_cond_wait(&store->done, &store->lock);
     }
+    return status == GCK_OK ? 0 : GCK_STORE_DEVICE;
 }
 
 void gck_store_settle(gck_byte_store *store)
 {
-    while (store->flights != NULL) {
-        gck_store_await(store);
+    while (store->flights != NULL && gck_store_await(store) == 0) {
+    }
+    while (store->flights != NULL) {             /* the device fails: nothing of it runs any more */
+        land(store);
     }
     gck_ranges_finish(&store->ranges);
 }

@@ -95,9 +95,11 @@ def enable(
         _check_compress(compress)
     if compress is UNSET:
         compress = None if {"policy", "context_fn"} & given.keys() else "int8"
+    place = parse_offload(offload)
+    if place is not None and not recompute and compress in (None, False):
+        compress = "raw"  # saved tensors move as they are
     options = parse_options({"compress": compress, **given}, {}, ("modules", "every_n_layers", "recompute", "offload"))
     check_every_n_layers(every_n_layers)
-    place = parse_offload(offload)
     place_of(place)  # its errors are said now
     whole = models.inner_model(model)
     if modules is None and not recompute:

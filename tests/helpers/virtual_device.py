@@ -253,6 +253,10 @@ def link_fails(call=0, all_after=False):
     return library().virtual_link_fails(call, int(all_after))
 
 
+def link_refuses_to_pin(on):
+    library().virtual_link_refuses_to_pin(int(on))
+
+
 _captured = set()
 
 

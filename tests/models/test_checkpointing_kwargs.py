@@ -4,13 +4,13 @@ offload among them."""
 import copy
 import inspect
 import pickle
+import warnings
 
 import pytest
 import torch
 from handles import config_of
 from test_huggingface import (
     ADAPTER,
-    IDS,
     LAYERS,
     SPELLINGS,
     build,
@@ -24,8 +24,8 @@ from test_huggingface import (
 )
 
 import gradckpt
+from gradckpt._engine.places import offload_of, place_of
 from gradckpt._models import keywords as keys
-from gradckpt._models import offload
 from gradckpt._models.inactivity import is_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -194,33 +194,6 @@ class TestKeys:
 # ---- offload
 
 
-class Counting(torch.autograd.graph.save_on_cpu):
-    """Notes what is packed."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__()  # pinned memory needs a device
-        pack, self.asked = self.pack_hook, (args, kwargs)
-
-        def noting(tensor):
-            if tensor.numel():  # torch before 2.12 saves a dummy with a region's inputs
-                packed.append(tensor)
-            return pack(tensor)
-
-        self.pack_hook = noting
-
-
-packed = []
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    packed.clear()
-    monkeypatch.setattr(offload, "save_on_cpu", Counting)
-    monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", Counting, raising=False)  # before 5.17
-    yield packed
-    packed.clear()
-
-
 def grads(model):
     torch.manual_seed(3)
     step(model)
@@ -231,42 +204,43 @@ def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.fixture
+def place(tmp_path):
+    made = {"place": "disk", "directory": str(tmp_path), "min_bytes": "1KiB", "host_budget": "256KiB"}
+    try:
+        place_of(made)
+    except ValueError as error:
+        pytest.skip(f"the temporary folder's file system serves no store: {error}")
+    return made
+
+
+def puts(place):
+    return place_of(place).figures()["puts"]
+
+
 WAYS = {
-    "enable": lambda model: gradckpt.enable(model, offload=True),
-    "in the dict": lambda model: (gradckpt.enable(model), turn_on(model, SPELLINGS[0], {"offload": True})),
-    "keyword": lambda model: (gradckpt.enable(model), turn_on(model, SPELLINGS[0], {}, offload=True)),
-    "enable, on again": lambda model: (gradckpt.enable(model, offload=True), on(model)),
+    "enable": lambda model, place: gradckpt.enable(model, offload=place),
+    "in the dict": lambda model, place: (gradckpt.enable(model), turn_on(model, SPELLINGS[0], {"offload": place})),
+    "enable, on again": lambda model, place: (gradckpt.enable(model, offload=place), on(model)),
 }
 
 
-@needs_layers  # stacks hand rotary tables over as arguments, which are offloaded, too
+@needs_layers
 class TestOffload:
-    @pytest.mark.parametrize(
-        "way", [pytest.param(way, marks=[with_every_and_offload] * (way == "keyword")) for way in WAYS]
-    )
-    def test_payloads_go_to_the_host(self, way, counted):
+    @pytest.mark.parametrize("way", WAYS)
+    def test_payloads_go_there(self, way, place):
         plain, model = build(), build()
         gradckpt.enable(plain)
-        WAYS[way](model)
+        WAYS[way](model, place)
         assert equal(grads(model), grads(plain))
-        assert [t.dtype for t in counted] == [torch.uint8] * 2 * LAYERS, "codes and scales, and nothing else"
-        assert sum(t.numel() for t in counted) < LAYERS * IDS.numel() * 32 * 4 * 0.26
+        assert puts(place) == LAYERS
         gradckpt.disable(model)
         assert vars(model).get(ADAPTER) is None
 
     @with_every_and_offload
-    def test_what_transformers_saves_is_what_we_save(self, counted):
-        stock, ours = build(), build()
-        on(stock, {"use_reentrant": False}, offload=True)
-        theirs = grads(stock)
-        sizes = [(t.shape, t.dtype) for t in counted]
-        counted.clear()
-        gradckpt.enable(ours, compress=None, offload=True)
-        assert equal(grads(ours), theirs)
-        assert [(t.shape, t.dtype) for t in counted] == sizes
-
-    @with_every_and_offload
-    def test_none_keeps_transformers_own(self, counted):
+    def test_none_keeps_transformers_own(self, monkeypatch):
+        own = torch.autograd.graph.save_on_cpu
+        monkeypatch.setattr(transformers.modeling_utils, "save_on_cpu", lambda **_: own())  # pinning needs a device
         model, stock = build(), build()
         gradckpt.enable(model, compress=None)
         on(model, {"use_reentrant": False}, offload=True)
@@ -275,49 +249,57 @@ class TestOffload:
         on(stock, {"use_reentrant": False}, offload=True)
         assert equal(grads(model), grads(stock))
 
-    @pytest.mark.parametrize("own", [{}, {"policy": "save_matmuls"}, {"compress": {"fake_quantize": True}}], ids=str)
-    def test_with_other_keys(self, own, counted):
+    @with_every_and_offload
+    def test_the_keyword_of_transformers(self):
+        """It means host memory, where these tensors are."""
+        plain, model = build(), build()
+        gradckpt.enable(plain)
+        gradckpt.enable(model)
+        on(model, offload=True)
+        (function,) = functions(model)
+        assert offload_of(function.keywords["offload"]) == gradckpt.Offload("cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", gradckpt.GradckptInactiveWarning)  # once in a process
+            assert equal(grads(model), grads(plain))
+
+    @pytest.mark.parametrize(
+        ("own", "moved"),
+        [({}, 1), ({"policy": "save_matmuls"}, 1), ({"compress": {"fake_quantize": True}}, 1), ({"compress": None}, 1)],
+        ids=str,
+    )
+    def test_with_other_keys(self, own, moved, place):
         plain, model = build(), build()
         gradckpt.enable(plain, **own)
-        gradckpt.enable(model, offload=True, **own)
+        gradckpt.enable(model, offload=place, **own)
         assert equal(grads(model), grads(plain))
-        assert len(counted) == LAYERS * (1 if "policy" in own else 2)  # beside a policy boundaries are exact
+        assert puts(place) == moved * LAYERS
 
     @pytest.mark.parametrize("way", ["pickle", "deepcopy"])
-    def test_copies(self, way, counted):
+    def test_copies(self, way, place):
         model = build()
-        gradckpt.enable(model, offload=True)
+        gradckpt.enable(model, offload=place)
         model = pickle.loads(pickle.dumps(model)) if way == "pickle" else copy.deepcopy(model)
         assert step(model) == LAYERS
-        assert len(counted) == 2 * LAYERS
+        assert puts(place) == LAYERS
 
-    def test_remove(self, counted):
+    def test_remove(self, place):
         model = build()
-        with gradckpt.enable(model, offload=True):
+        with gradckpt.enable(model, offload=place):
             on(model)
         step(model)
-        assert [t.dtype for t in counted] == [torch.float32] * LAYERS, "offloaded, as was asked, by torch's checkpoint"
+        assert is_stock(model)
+        assert puts(place) == 0
         off = build()
-        gradckpt.enable(off, offload=True).remove()
+        gradckpt.enable(off, offload=place).remove()
         assert is_stock(off)
         assert not is_on(off)
 
-    def test_turned_off_in_the_dict(self, counted):
+    def test_turned_off_in_the_dict(self, place):
         model = build()
-        gradckpt.enable(model, offload=True)
+        gradckpt.enable(model, offload=place)
         turn_on(model, SPELLINGS[0], {"offload": False})
         step(model)
-        assert not counted
-
-    def test_pinned_where_there_is_a_device(self, monkeypatch):
-        asked = []
-        monkeypatch.setattr(offload, "save_on_cpu", lambda **how: asked.append(how))
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        offload.to_place(gradckpt.Offload())
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-        offload.to_place(gradckpt.Offload())
-        assert asked == [{"pin_memory": True, "device_type": "cuda"}, {}]
+        assert puts(place) == 0
 
     @pytest.mark.parametrize("offload", [1, "tape"])
     def test_wrong(self, offload):

@@ -47,8 +47,8 @@ static inline int gck_batch_takes(const gck_batch *b, const gck_codec *codec, co
     return b != NULL && view->strides == NULL && (b->decode || !codec->may_overflow);
 }
 
-/* 0, or -1 with an exception: the batch was full or of another codec, and failed.  Arrays that a place has brought are let
- * go in any case. */
+/* 0, or -1 with an exception: the batch was full or of another codec, and failed.  Arrays that a place has brought are
+ * let go in any case. */
 int gck_batch_add(gck_batch *b, gck_payload *payload, PyObject *tensor, gck_arrays arrays, void *stream);
 
 /* Do the work and empty the batch.  0 or -1 with an exception; 1: the codec overflowed. */

@@ -111,7 +111,7 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
     gck_bytes bytes;
     int status;
 
-    if (gck_batch_takes(batch, self->codec, &values)) {      /* faster: one launch for several */
+    if (self->placed.item == NULL && gck_batch_takes(batch, self->codec, &values)) {     /* faster: one launch */
         return gck_batch_add(batch, self, in->x, self->arrays, self->stream);
     }
     if (self->own.handle != NULL) {              /* faster: no references to hold */

@@ -64,7 +64,7 @@ int gck_payload_view(gck_payload *self, gck_arrays arrays, gck_bytes *bytes)
     }
     if (arrays.near == NULL && arrays.codes == NULL) {
         arrays.near = self->own.handle != NULL ? self->own.data
-                    : gck_is_placed(&self->placed) ? gck_placed_memory(&self->placed) : NULL;     /* it is being written */
+                    : gck_is_placed(&self->placed) ? gck_placed_memory(&self->placed) : NULL;      /* being written */
     }
     if (arrays.near != NULL) {
         *bytes = gck_in_one(arrays.near, self->lengths);
@@ -89,7 +89,10 @@ int gck_payload_bring(gck_payload *self, void *stream, gck_arrays *arrays)
 int gck_payload_read(gck_payload *self, void *stream, gck_arrays *arrays)
 {
     *arrays = gck_arrays_again(self->arrays);
-    return !gck_payload_has_bytes(self) ? 0 : !gck_is_placed(&self->placed) ? 1 : gck_payload_bring(self, stream, arrays);
+    if (!gck_payload_has_bytes(self)) {
+        return 0;
+    }
+    return gck_is_placed(&self->placed) ? gck_payload_bring(self, stream, arrays) : 1;
 }
 
 int gck_payload_has_read(gck_payload *self, void *stream, gck_arrays *arrays, int status)

@@ -11,8 +11,8 @@
 
 enum { GCK_FEW_DIMS = 4, GCK_ALIGNMENT = 64 };     /* bytes: torch's allocators align at least so */
 
-/* The arrays of a payload as uint8 tensors; scales NULL: the codec has none.  Or, with `near`, memory of both that a place
- * has brought, until it is let go. */
+/* The arrays of a payload as uint8 tensors; scales NULL: the codec has none.  Or, with `near`, memory of both that a
+ * place has brought, until it is let go. */
 typedef struct {
     PyObject *codes, *scales;
     void     *near;
@@ -71,12 +71,12 @@ static inline int gck_payload_has_bytes(const gck_payload *payload)
     return payload->arrays.codes != NULL || payload->own.handle != NULL || gck_placed_is_near(&payload->placed);
 }
 
-/* For reading at a place: *arrays, with `near`, until gck_placed_let_go(&payload->placed).  1; 0: it is at none, or there is no
- * room; -1. */
+/* For reading at a place: *arrays, with `near`, until gck_placed_let_go(&payload->placed).  1; 0: it is at none, or
+ * there is no room; -1. */
 int gck_payload_bring(gck_payload *payload, void *stream, gck_arrays *arrays);
 
-/* *arrays for gck_payload_view(), if it has its bytes itself, until gck_payload_has_read(), which returns the status, or -1.
- * 1; 0: it has not; -1. */
+/* *arrays for gck_payload_view(), if it has its bytes itself, until gck_payload_has_read(), which returns the status,
+ * or -1.  1; 0: it has not; -1. */
 int gck_payload_read(gck_payload *payload, void *stream, gck_arrays *arrays);
 int gck_payload_has_read(gck_payload *payload, void *stream, gck_arrays *arrays, int status);
 

@@ -66,7 +66,7 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
     }
     if (status == 0) {
         const gck_tensor values = self->once != NULL ? gck_payload_values(self, NULL, NULL) : *view;
-        const int waits = gck_batch_takes(batch, self->codec, &values);
+        const int waits = gck_batch_takes(batch, self->codec, &values) && of->placed.item == NULL;
         status = gck_batch_add(waits ? batch : &own, brought ? of : self, out, arrays, view->stream) < 0
                ? -1 : gck_batch_flush(&own);
     }

@@ -97,7 +97,8 @@ int gck_sharing_holds(gck_payload *first, gck_input *in)
     gck_how how;
     int status;
 
-    if (gck_counts_as_device(first->device) || gck_is_placed(&first->placed) || first->nbytes > SCRATCH || !gck_payload_has_bytes(first)
+    if (gck_counts_as_device(first->device) || gck_is_placed(&first->placed) || first->nbytes > SCRATCH
+        || !gck_payload_has_bytes(first)
         || first->overflow != NULL) {
         return 0;
     }

@@ -18,9 +18,9 @@
 #include "engine/region/region_node.h"
 
 const char gck_checkpoint_doc[] =
-    "checkpoint(function, *args, compress=None, policy=None, offload=None, use_reentrant=False, preserve_rng_state=True, "
-    "context_fn=None, determinism_check='default', debug=False, early_stop=True, respect_saved_tensors_hooks=None, "
-    "buffers=None, **kwargs)\n--\n\n"
+    "checkpoint(function, *args, compress=None, policy=None, offload=None, use_reentrant=False, "
+    "preserve_rng_state=True, context_fn=None, determinism_check='default', debug=False, early_stop=True, "
+    "respect_saved_tensors_hooks=None, buffers=None, **kwargs)\n--\n\n"
     "Run ``function(*args, **kwargs)`` now, and again in backward instead of keeping what it saved.\n\n"
     "A drop-in for ``torch.utils.checkpoint.checkpoint``; gradckpt.compat lists the differences. Called\n"
     "without a function, it returns a decorator: ``@checkpoint(compress=\"int8\")``.\n\n"

@@ -22,8 +22,8 @@
 
 static const char selective_doc[] =
     "One graph node for a region that keeps what a policy names and recomputes the rest.\n\n"
-    "``SelectiveRecompute.apply(function, policy, *args, compress=None, offload=None, **kwargs)`` returns the result of\n"
-    "``function(*args, **kwargs)``.\n\n"
+    "``SelectiveRecompute.apply(function, policy, *args, compress=None, offload=None, **kwargs)`` returns the result\n"
+    "of ``function(*args, **kwargs)``.\n\n"
     "Args:\n"
     "    function: A Module, a bound method of one, or a ``functools.partial`` of these, whose parameters are\n"
     "        also inputs of the node. For any other callable, gradients of tensors that are not arguments are\n"

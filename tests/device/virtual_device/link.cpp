@@ -12,7 +12,7 @@ namespace {
 
 /* The calls that fail: number `failing` from now on, or from there on all; 0: none. */
 long long calls, failing;
-bool all_after;
+bool all_after, no_pinning;
 
 const int refused = 2;                        /* cudaErrorMemoryAllocation */
 
@@ -122,7 +122,7 @@ int copy_in(int, void *stream, void *device, const void *host, int64_t nbytes)
 int pin(int, void *memory, int64_t nbytes)
 {
     Lock lock;
-    const int status = may_fail();
+    const int status = no_pinning ? refused : may_fail();
 
     if (status == GCK_OK) {
         remember_pinned(memory, (size_t)nbytes);
@@ -166,6 +166,8 @@ long long virtual_link_fails(long long call, int all)
     virtual_device::all_after = all != 0;
     return before;
 }
+
+void virtual_link_refuses_to_pin(int on) { virtual_device::no_pinning = on != 0; }
 
 }
 #pragma GCC visibility pop

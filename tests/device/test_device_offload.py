@@ -1,0 +1,284 @@
+"""Payloads of the virtual device in host memory and on a disk: the same values, an ordered protocol,
+device memory to the byte, and a link whose calls fail."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+import virtual_device
+from torch import nn
+
+import gradckpt
+from gradckpt._engine.places import REGIONS, SAVED, place_of
+
+WIDTH, ROWS, BLOCKS = 64, 256, 8
+PAYLOAD = ROWS * WIDTH * 4
+SMALL = {"min_bytes": "1KiB"}
+CODECS = [None, "int8", "int4", "lossless", "fp8", "bf16", "sparse"]
+
+
+@pytest.fixture(autouse=True)
+def _host_codecs():
+    """They are faster than the kernels' emulation, whose bytes other tests compare."""
+    virtual_device.use_host_codecs(True)
+    yield
+    virtual_device.use_host_codecs(False)
+
+
+@pytest.fixture(params=["cpu", "disk"])
+def offload(request, tmp_path):
+    more = {"directory": tmp_path, "host_budget": "256KiB"} if request.param == "disk" else {"host_budget": "64MiB"}
+    try:
+        made = gradckpt.Offload(request.param, **SMALL, **more)
+        place_of(made)
+    except ValueError as error:
+        pytest.skip(f"the temporary folder's file system serves no store: {error}")
+    return made
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def net_of(blocks=BLOCKS):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(blocks))).to("virtual")
+
+
+def train(net, x, steps=2, **options):
+    """Gradients after each step, on the host."""
+    found = []
+    with gradckpt.enable(net, modules=Block, **options):
+        for _ in range(steps):
+            net.zero_grad()
+            net(x).square().mean().backward()
+            found.append([p.grad.cpu() for p in net.parameters()])
+    return found
+
+
+def inputs(rows=ROWS):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1)).to("virtual").requires_grad_()
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for u, v in zip(one, other, strict=True) for a, b in zip(u, v, strict=True))
+
+
+def figures(offload, payloads=REGIONS):
+    """Of the place; what a thread writes or a copy is reading is freed a moment later."""
+    torch.virtual.synchronize()
+    for _ in range(100):
+        found = place_of(offload, payloads).figures()
+        if nothing_left(found):
+            break
+        time.sleep(0.005)
+    return found
+
+
+def nothing_left(found):
+    return found["memory_used"] == found["file_used"] == found["ring_used"] == 0
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("codec", CODECS)
+def test_values_are_those_without(offload, codec, recompute):
+    net, x = net_of(), inputs()
+    want = train(net, x, compress=codec, recompute=recompute or codec is None)
+    got = train(net, x, compress=codec, recompute=recompute, offload=offload)
+    assert equal(got, want)
+    found = figures(offload, REGIONS if recompute else SAVED)
+    assert min(found["copies_out"], found["copies_in"]) > 0 or codec == "sparse"  # dense values need no payload
+    assert nothing_left(found)
+    assert found["written"] > 0 or codec is not None or offload.place == "cpu"  # payloads take twice the budget
+
+
+def test_what_a_first_in_last_out_step_does(offload):
+    """The newest third of the ring is read where it is; all else was copied in ahead."""
+    net, x = net_of(), inputs()
+    train(net, x, compress=None, offload=offload)
+    found = figures(offload)
+    assert found["ring"] == 3 * PAYLOAD
+    assert found["read_in_ring"] == 2
+    assert found["copies_out"] == found["copies_in"] == 2 * (BLOCKS - 2)  # the first block's input is a leaf
+    assert found["misses_out"] == found["misses_in"] == found["kept"] == 0
+    if offload.place == "cpu":
+        assert found["prefetched"] == found["copies_in"]
+
+
+def test_device_memory_to_the_byte(offload):
+    """Beside what a step without any payload has, it is the ring: in the first step and later."""
+
+    def peak(**options):
+        net, x = net_of(), inputs()
+        found = []
+        with gradckpt.enable(net, None, modules=Block, **options):
+            for _ in range(3):
+                net.zero_grad(set_to_none=False)
+                torch.virtual.synchronize()
+                gc.collect()
+                torch.virtual.reset_peak_memory_stats()
+                before = torch.virtual.memory_allocated()
+                net(x).square().mean().backward()
+                torch.virtual.synchronize()
+                found.append((before, torch.virtual.max_memory_allocated() - before))
+        return found
+
+    train(net_of(), inputs(), compress=None)  # gradients and workspaces of the first step
+    kept, moved = peak(), peak(offload=offload)
+    ring = figures(offload)["ring"]
+    away = (BLOCKS - 2) * PAYLOAD  # all but the leaf and what the last block's backward reads at the peak
+    assert moved[1][1] < kept[1][1]
+    assert kept[1][1] - moved[1][1] >= away - PAYLOAD
+    assert moved[1][0] - moved[0][0] == ring + (kept[1][0] - kept[0][0])
+    assert moved[2] == moved[1]
+
+
+def test_pinned_memory_is_taken_once(offload):
+    net, x = net_of(), inputs()
+    train(net, x, steps=1, compress="int8", offload=offload)
+    first = figures(offload)
+    train(net, x, steps=3, compress="int8", offload=offload)
+    later = figures(offload)
+    assert first["pinned"] == first["memory_taken"] == later["pinned"] == later["memory_taken"] > 0
+    assert first["pin_calls"] == later["pin_calls"]
+
+
+def test_another_order_and_a_second_backward(offload):
+    """The order in which payloads come back is a guess which only costs time."""
+    net, x = net_of(4), inputs()
+    xs = [x.detach().clone().requires_grad_() for _ in range(4)]
+    want = [torch.autograd.grad(layer(h * 1).square().sum(), h)[0].cpu() for layer in net for h in xs]
+    with gradckpt.enable(net, None, modules=Block, offload=offload):
+        losses = [layer(h * 1).square().sum() for layer in net for h in xs]
+    order = [*range(0, len(losses), 2), *range(1, len(losses), 2)]
+    for again in (True, False):
+        for i in order if again else reversed(order):
+            (found,) = torch.autograd.grad(losses[i], xs[i % 4], retain_graph=again)
+            assert torch.equal(found.cpu(), want[i])
+    del losses
+    assert figures(offload)["memory_used"] == 0
+
+
+def test_a_forward_whose_backward_never_comes(offload):
+    net, x = net_of(), inputs()
+    want = train(net, x, compress="int8")
+    with gradckpt.enable(net, "int8", modules=Block, offload=offload):
+        for _ in range(3):
+            net(x)
+        loss = net(x).square().mean()
+        torch.autograd.grad(loss, net[-1].down.weight, retain_graph=True)
+        del loss
+        assert figures(offload)["ring_used"] == 0
+    assert equal(train(net, x, compress="int8", offload=offload), want)
+
+
+def test_shapes_change_from_step_to_step(offload):
+    net = net_of()
+    for rows in (64, ROWS, 1, 3 * ROWS, 128):
+        x = inputs(rows)
+        want = train(net, x, steps=1, compress="int8")
+        assert equal(train(net, x, steps=1, compress="int8", offload=offload), want)
+
+
+def test_two_devices(offload):
+    first, x = net_of(), inputs()
+    second, y = net_of().to("virtual:1"), x.detach().to("virtual:1").requires_grad_()
+    want = train(first, x, compress="int8"), train(second, y, compress="int8")
+    with (
+        gradckpt.enable(first, "int8", modules=Block, offload=offload),
+        gradckpt.enable(second, "int8", modules=Block, offload=offload),
+    ):
+        for step in range(2):
+            for net in (first, second):
+                net.zero_grad()
+            losses = [net(z).square().mean() for net, z in ((first, x), (second, y))]
+            for loss in losses:
+                loss.backward()
+            for net, expected in zip((first, second), want, strict=True):
+                assert equal([[p.grad.cpu() for p in net.parameters()]], [expected[step]])
+
+
+def test_another_stream_and_thread_read(offload):
+    net, x = net_of(), inputs()
+    want = train(net, x, steps=1, compress="int8")
+    here, other = torch.virtual.current_stream(), torch.Stream(device="virtual")
+    virtual_device.order_threads(True)  # they hand over by join()
+    with gradckpt.enable(net, "int8", modules=Block, offload=offload):
+        net.zero_grad()
+        loss = net(x).square().mean()
+
+        def run():
+            other.wait_stream(here)
+            with other:
+                loss.backward()
+            here.wait_stream(other)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    torch.virtual.synchronize()
+    assert equal([[p.grad.cpu() for p in net.parameters()]], want)
+    virtual_device.order_threads(False)
+
+
+def test_a_capture_is_refused(offload):
+    net, x = net_of(), inputs()
+    with gradckpt.enable(net, "int8", modules=Block, offload=offload, preserve_rng_state=False):
+        net(x).sum().backward()
+        graph = virtual_device.Graph()
+        with pytest.raises(RuntimeError, match="offload= cannot be captured in a graph"), virtual_device.graph(graph):
+            net(x)
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(offload):
+    net, x = net_of(), inputs()
+    want = train(net, x, compress="int8")
+    virtual_device.link_refuses_to_pin(True)
+    try:
+        assert equal(train(net, x, compress="int8", offload=offload), want)
+    finally:
+        virtual_device.link_refuses_to_pin(False)
+    found = figures(offload)
+    assert found["pinned"] == 0
+    assert found["copies_out"] > 0
+
+
+def fields(offload):
+    names = ("place", "host_budget", "ring", "prefetch", "keep_last", "min_bytes", "directory", "fallback")
+    return {name: getattr(offload, name) for name in names}
+
+
+@pytest.mark.filterwarnings("ignore::gradckpt.GradckptInactiveWarning")
+def test_each_call_of_the_link_may_fail(offload):
+    """An error, or the payload stays where it is: never a wrong gradient, and the next step is right."""
+    net, x = net_of(4), inputs(64)
+    small = {**fields(offload), "min_bytes": "1KiB"}
+    want = train(net, x, steps=1, compress="int8")
+    virtual_device.link_fails()
+    train(net, x, steps=2, compress="int8", offload=gradckpt.Offload(**small))
+    calls = virtual_device.link_fails()
+    errors = 0
+    for call in range(1, calls + 1):
+        one = gradckpt.Offload(**{**small, "min_bytes": 1024 + call % 512})
+        virtual_device.link_fails(call)
+        try:
+            got = train(net, x, steps=1, compress="int8", offload=one)
+        except RuntimeError as error:
+            assert str(error).startswith("gradckpt: ")
+            errors += 1
+            got = want
+        virtual_device.link_fails()
+        assert equal(got, want), call
+        del got
+        gc.collect()
+        assert place_of(one).figures()["ring_used"] == 0, call
+    assert 0 < errors < calls
+    virtual_device.reports()  # a call that failed made no order
+    assert equal(train(net, x, steps=1, compress="int8", offload=offload), want)
