@@ -250,8 +250,9 @@ def timed(run: Callable[[], int]) -> Moved:
 
 
 class Saved:
-    """Tensors that a graph saves and reads again, last first, in a place on the disk: the store says what
-    its threads wrote and read, and how long some thread did.
+    """Tensors that a graph saves and reads again, last first, in a place on the disk.
+
+    The store says what its threads wrote and read, and how long some thread did.
     """
 
     def __init__(self, offload: gradckpt.Offload, payload: torch.Tensor, n: int) -> None:

@@ -157,13 +157,17 @@ static int have_ring(gck_state *state, gck_place *self, place_of_device *of, int
                                             : gck_offloader_wants(of->offloader, nbytes, self->payloads);
     gck_dl_tensor dl;
     PyObject *memory;
-    int status = -1;
+    int status = -1, shown;
 
     if (more == 0) {
         return 0;
     }
     memory = gck_bytes_empty(&state->py, more, of->device);
-    if (memory != NULL && gck_read_dlpack(&state->py, memory, &dl) > 0 && PyList_Append(of->memory, memory) == 0) {
+    shown = memory != NULL ? gck_read_dlpack(&state->py, memory, &dl) : -1;
+    if (shown == 0) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: offload= begins under a mode that makes other tensors "
+                                            "(FakeTensorMode); run a step outside of it first");
+    } else if (shown > 0 && PyList_Append(of->memory, memory) == 0) {
         status = gck_offloader_add(of->offloader, (char *)dl.data + dl.byte_offset, more, stream);
         if (status != 0) {
             PyErr_Format(PyExc_RuntimeError, "gradckpt: offload= cannot use a device: %s; train without it",

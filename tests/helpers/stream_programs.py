@@ -21,7 +21,7 @@ EXACT = (None, "lossless", "raw")
 ACCUMULATES = "aten::add.out"
 CODECS = (*EXACT, "int8", "int4", "bf16", "fp8")
 
-#: Rings smaller than a payload, of one and of a few; what is kept in them, and what comes back ahead.
+#: Rings smaller than a payload, of one, of a few; what is kept in them, what comes back ahead.
 RINGS, KEPT, AHEAD = ("2KiB", "5KiB", "auto"), (0, "auto", "1MiB"), (0, 1, 3)
 BUDGETS = {"cpu": ("12KiB", "1MiB"), "disk": ("12KiB", "64KiB")}
 

@@ -248,8 +248,9 @@ def kernel_errors():
 
 
 def link_fails(call=0, all_after=False):
-    """How many calls of the link (copies, events, pinning) there were since the last question; of those
-    from now on the one with this number fails, and all after it."""
+    """How many calls of the link (copies, events, pinning) there were since the last question.
+
+    From now on the one with this number fails, and all after it."""
     return library().virtual_link_fails(call, int(all_after))
 
 

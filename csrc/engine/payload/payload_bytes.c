@@ -62,12 +62,11 @@ int gck_payload_view(gck_payload *self, gck_arrays arrays, gck_bytes *bytes)
     if (self->unwritten) {
         return never_encoded();
     }
-    if (arrays.near == NULL && arrays.codes == NULL) {
-        arrays.near = self->own.handle != NULL ? self->own.data
-                    : gck_is_placed(&self->placed) ? gck_placed_memory(&self->placed) : NULL;      /* being written */
+    if (arrays.near == NULL && arrays.codes == NULL && gck_is_placed(&self->placed)) {
+        arrays.near = gck_placed_memory(&self->placed);      /* it is being written */
     }
-    if (arrays.near != NULL) {
-        *bytes = gck_in_one(arrays.near, self->lengths);
+    if (arrays.near != NULL || (arrays.codes == NULL && self->own.handle != NULL)) {     /* its data may be NULL */
+        *bytes = gck_in_one(arrays.near != NULL ? arrays.near : self->own.data, self->lengths);
         return 0;
     }
     arrays = arrays.codes == NULL ? self->arrays : arrays;

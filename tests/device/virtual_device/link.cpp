@@ -24,7 +24,7 @@ int may_fail()
 
 int stream_new(int index, void **stream)
 {
-    Lock lock;
+    Lock lock(Lock::LEAVE);
     const int status = may_fail();
 
     *stream = status == GCK_OK ? private_stream(index) : nullptr;
@@ -35,7 +35,7 @@ void stream_free(int, void *) {}
 
 int event_new(int, void **event)
 {
-    Lock lock;
+    Lock lock(Lock::LEAVE);
     const int status = may_fail();
 
     *event = status == GCK_OK ? new Event : nullptr;
@@ -46,7 +46,7 @@ void event_free(int, void *event) { delete (Event *)event; }
 
 int record_event(int, void *event, void *stream)
 {
-    Lock lock;
+    Lock lock(Lock::LEAVE);
     const int status = may_fail();
 
     if (status == GCK_OK) {
@@ -57,7 +57,7 @@ int record_event(int, void *event, void *stream)
 
 int wait_event(int, void *stream, void *event)
 {
-    Lock lock;
+    Lock lock(Lock::LEAVE);
     const int status = may_fail();
 
     if (status == GCK_OK) {
@@ -68,7 +68,7 @@ int wait_event(int, void *stream, void *event)
 
 int is_done(int, void *event, int *done)
 {
-    Lock lock;
+    Lock lock(Lock::LEAVE);
     const int status = may_fail();
 
     *done = status == GCK_OK && query((Event *)event);
@@ -77,7 +77,7 @@ int is_done(int, void *event, int *done)
 
 int finish(int, void *event)
 {
-    Lock lock;
+    Lock lock(Lock::LEAVE);
     const int status = may_fail();
 
     if (status == GCK_OK) {
@@ -89,7 +89,7 @@ int finish(int, void *event)
 /* As cudaMemcpyAsync(): it blocks where the host's side is not pinned. */
 int copy(Stream *s, const char *name, void *to, const void *from, int64_t nbytes, const void *host)
 {
-    Lock lock;
+    Lock lock(Lock::LEAVE);
     const int status = may_fail();
     const bool later = is_pinned(host) && is_pinned((const char *)host + nbytes - 1);
 
@@ -121,7 +121,7 @@ int copy_in(int, void *stream, void *device, const void *host, int64_t nbytes)
 
 int pin(int, void *memory, int64_t nbytes)
 {
-    Lock lock;
+    Lock lock(Lock::LEAVE);
     const int status = no_pinning ? refused : may_fail();
 
     if (status == GCK_OK) {
@@ -132,7 +132,7 @@ int pin(int, void *memory, int64_t nbytes)
 
 void unpin(int, void *memory)
 {
-    Lock lock;
+    Lock lock(Lock::LEAVE);
     forget_pinned(memory);
 }
 

@@ -91,7 +91,7 @@ void ensure(void)
 
 }  /* namespace */
 
-Lock::Lock()
+Lock::Lock(Dropped dropped) : what(dropped)
 {
     mutex.lock();
     depth++;
@@ -101,7 +101,7 @@ Lock::~Lock()
 {
     std::vector<std::function<void()>> mine;
 
-    if (depth == 1) {
+    if (depth == 1 && what == EMPTY) {
         mine.swap(*dropped);
     }
     depth--;

@@ -23,11 +23,15 @@ enum { DEVICES = 2, POOL = 32 };
  * may need Python's lock to be destroyed goes into `dropped`, which is emptied afterwards. */
 class Lock {
 public:
-    Lock();
+    enum Dropped { EMPTY, LEAVE };                 /* LEAVE: the caller holds a lock that others want under Python's */
+    explicit Lock(Dropped dropped = EMPTY);
     ~Lock();
     Lock(const Lock &) = delete;
     Lock &operator=(const Lock &) = delete;
     static void drop(std::function<void()> &&f);
+
+private:
+    Dropped what;
 };
 
 struct Clock {
