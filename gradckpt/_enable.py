@@ -75,9 +75,10 @@ def enable(
         recompute: ``False``: nothing but attention is recomputed. The forward is exact, and the
             backward computes with restored values; it takes more memory than checkpoints
             and less time. ``policy`` and the keywords below do not apply.
-        offload: Keep the inputs (the payloads, with ``recompute=False``) elsewhere, compressed
-            first. ``True`` or ``"cpu"``: in host memory, pinned if there is a device; ``"disk"``:
-            in a file; or an :class:`Offload`.
+        offload: Where the inputs (with ``recompute=False`` what autograd saves) live until
+            backward, compressed first. ``True`` or ``"cpu"``: in host memory; ``"disk"``: in host
+            memory up to a budget, then in a file; or an :class:`Offload`, or a dict of its
+            arguments. Without a codec they move as they are.
         budget: The largest sum of bytes of tensors on the device in a step, as for
             :func:`gradckpt.plan`: ``"60GiB"``, bytes, ``"90%"``, ``"activations:6GiB"``, or
             ``None`` for what is free now. The first training call recomputes all regions and
