@@ -260,7 +260,7 @@ static int answered(const gck_placed *placed, int status)
     if (status == 0) {
         return 0;
     }
-    PyErr_Format(PyExc_RuntimeError, "gradckpt: a device refused to offload a payload: %s; train without offload=",
+    PyErr_Format(PyExc_RuntimeError, "gradckpt: a device could not offload a payload: %s; train without offload=",
                  error_of(placed, status));
     return -1;
 }

@@ -43,8 +43,8 @@ int gck_offloader_add(gck_offloader *offloader, void *memory, int64_t nbytes, vo
 /* How much larger the ring should be for payloads of so many bytes, if it is to hold so many of them. */
 int64_t gck_offloader_wants(gck_offloader *offloader, int64_t nbytes, int payloads);
 
-/* A part of the ring that work on this stream writes.  0; GCK_STORE_RING: it has no room; or why the store takes no
- * more. */
+/* A part of the ring that work on this stream writes.  0; GCK_STORE_RING: it has no room; or why the store has
+ * none. */
 int gck_offloader_take(gck_offloader *offloader, int64_t nbytes, void *stream, gck_offloaded **bytes);
 
 /* That work is queued.  0 or a status: its memory is not used again before the device is idle. */

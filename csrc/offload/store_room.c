@@ -21,7 +21,7 @@ static void pin(gck_byte_store *store, int64_t from, int64_t nbytes)
     }
 }
 
-/* Use more of it, for a part of so many bytes.  0, or -1: it has no more. */
+/* Use more of it, for a part of so many bytes.  0, or -1: there is none. */
 static int grow(gck_byte_store *store, int64_t nbytes)
 {
     const int64_t size = store->ranges.space.size, most = store->figures.memory - size;

@@ -37,7 +37,7 @@ const char gck_checkpoint_doc[] =
     "        ``debug``. A second backward (``retain_graph=True``) then raises RuntimeError, as in torch.\n"
     "    offload: Where the inputs of the region that compress= means live until backward: ``None`` on their\n"
     "        device, ``\"cpu\"`` in host memory, ``\"disk\"``, or a gradckpt.Offload. Without a codec they move\n"
-    "        as they are. Hooks that see what a region keeps (respect_saved_tensors_hooks) get it instead.\n"
+    "        as they are. Saved-tensor hooks around the region get them instead.\n"
     "    use_reentrant: ``True`` makes one graph node of the whole region, with torch's restrictions, and\n"
     "        excludes ``compress``, ``policy`` and ``offload``. ``None`` means ``True``, with torch's warning.\n"
     "    preserve_rng_state, context_fn, early_stop: As in torch.\n"
