@@ -1,4 +1,4 @@
-"""Payloads in host memory: the link's rate, gradients behind delays, and ways to train beside others'.
+"""Payloads in host memory: the link's rate, gradients behind delays, and ways to train.
 
 Gradients with offload are those without, to the last bit, also where a delay on the compute stream
 makes every copy late: what is not ordered would read stale bytes.

@@ -11,7 +11,7 @@ from gradckpt._config import Compress
 from gradckpt._models import switch
 from gradckpt._models.keywords import beside_plan
 from gradckpt._models.switch import BUDGET, UNSET, CheckpointKeywords, Handle, Modules, Unset
-from gradckpt._offload import Offload
+from gradckpt._offload import OffloadLike
 from gradckpt._planning.live_budget import LiveBudget
 from gradckpt._planning.region_plan import Plan, plan_of
 from gradckpt.policies import PolicyLike
@@ -27,7 +27,7 @@ def enable(
     every_n_layers: int = 1,
     policy: PolicyLike = None,
     recompute: bool = True,
-    offload: bool | str | Offload | None = False,
+    offload: OffloadLike = False,
     budget: int | str | Unset | None = UNSET,
     plan: Plan | str | os.PathLike[str] | None = None,
     optimizer: Any = None,

@@ -34,9 +34,10 @@ class Offload:
         place: ``"cpu"``: host memory; for what is in host memory already, nothing is done.
             ``"disk"``: host memory up to the budget, and a file without a name, which threads write
             and read without the page cache. What comes back from it is checked.
-        host_budget: Bytes of host memory, ``"64GiB"``, a number, or of what is free now, ``"80%"``
-            (the default of ``"cpu"``; of ``"disk"`` it is ``"1GiB"``, of which half is used before
-            anything is written). It is taken as it is needed, and never given back before the end.
+        host_budget: Bytes of host memory: ``"64GiB"``, a number, or a part of what is free now,
+            ``"80%"``, which ranks of torchrun on one machine share (the default of ``"cpu"``; of
+            ``"disk"`` it is ``"1GiB"``, of which half is used before anything is written). It is
+            taken as it is needed, and never given back before the end.
         ring: Bytes of the ring of a device; ``"auto"``: three times the largest payload of a
             region, 16 times that of :class:`gradckpt.compress_saved`.
         prefetch: How many payloads come back ahead of the one that is read.
@@ -85,7 +86,8 @@ class Offload:
         """Return the host budget in bytes, where it is a percentage of what is free now."""
         if isinstance(self.host_budget, int):
             return self.host_budget
-        return int(free_host_memory() * float(str(self.host_budget).rstrip("%")) / 100)
+        ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)  # of this machine, which share its memory
+        return int(free_host_memory() * float(str(self.host_budget).rstrip("%")) / 100 / ranks)
 
     def _path(self) -> str:
         if not isinstance(self.directory, (str, os.PathLike)) or not (path := os.fsdecode(self.directory)):

@@ -69,12 +69,14 @@ class Stats(dict[str, Any]):
 
         Bytes are in MiB (``bytes_in_mib``, ``peak_live_mib``). ``ratio`` is missing where nothing
         was encoded. Tensors kept by reference have one number for each reason,
-        ``uncompressed/smaller_than_min_numel``.
+        ``uncompressed/smaller_than_min_numel``; those of ``offload`` are ``offload/bytes_out`` and
+        so on, in bytes.
         """
         numbers = {key: n for key, n in self.items() if isinstance(n, (int, float))}
         scalars = {_in_mib(key): n / 2**20 if "bytes" in key else n for key, n in numbers.items()}
         for reason, n in self["uncompressed"].items():
             scalars["uncompressed/" + reason.replace(" ", "_").replace(",", "")] = n
+        scalars |= {f"offload/{key}": n for key, n in self["offload"].items()}
         return {prefix + key: float(n) for key, n in scalars.items()}
 
     def headline(self) -> str:
@@ -88,6 +90,9 @@ class Stats(dict[str, Any]):
             return (
                 f"saved tensors: {_sizes(self['bytes_in'], self['bytes_out'])}, {_sizes(peak)} at the peak, {tensors}"
             )
+        if not peak and self["ratio"]:
+            sizes = _sizes(self["bytes_in"] / steps, self["bytes_out"] / steps)
+            return f"checkpoints: {sizes} a step, offloaded, {layers}"
         if peak and self["ratio"]:
             before = peak / self["ratio"]
             if self["shared"]:  # a second use is encoded before its equal bytes drop it, and the original was one
@@ -153,7 +158,8 @@ class Stats(dict[str, Any]):
             yield "offloaded, host memory at the peak", "", _sizes(places["memory_peak"])
             yield "written to the disk, in all", "", _sizes(places["written"]) if places["written"] else ""
             yield "rings on devices", "", _sizes(places["ring"]) if places["ring"] else ""
-            yield "left where they were", _number(places["kept"] + places["misses_out"]), ""
+            left = places["kept"] + places["misses_out"]
+            yield "not offloaded, in all", _number(left) if left else "", ""
 
 
 def _in_mib(key: str) -> str:

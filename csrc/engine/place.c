@@ -31,7 +31,7 @@ typedef struct {
     place_of_device devices[DEVICES];
     int             n;
     long long       kept;                        /* payloads that stayed on their device */
-} gck_place;
+} place_object;
 
 /* ---- errors ---- */
 
@@ -42,16 +42,15 @@ static const char *text_of(const gck_offloader *offloader, int device, int statu
                                       : gck_byte_store_text(status);
 }
 
-/* A payload stays on its device: say why, once.  0, or -1: that is an error. */
-static int stays(gck_state *state, gck_place *self, const char *why)
+/* A payload stays on its device: say why, once.  refused: it should not have to.  0, or -1: that is an error. */
+static int stays(gck_state *state, place_object *self, const char *why, int refused)
 {
-    self->kept++;
-    return gck_done(PyObject_CallFunction(state->py.call.stays_on_device, "Os", self, why)) < 0 ? -1 : 0;
+    return gck_done(PyObject_CallFunction(state->py.call.stays_on_device, "Osi", self, why, refused)) < 0 ? -1 : 0;
 }
 
 static int cannot_read(const gck_placed *placed, int64_t nbytes, const char *why)
 {
-    const gck_place *self = (gck_place *)placed->place;
+    const place_object *self = (place_object *)placed->place;
 
     PyErr_Format(PyExc_RuntimeError, "gradckpt: %lld bytes that were offloaded to %s cannot be read: %s; gradients of "
                  "this step cannot be computed, so run it again", (long long)nbytes,
@@ -76,7 +75,7 @@ static int cannot_be_made(const char *directory, int status)
 /* What went wrong with bytes of a device; borrowed. */
 static const char *error_of(const gck_placed *placed, int status)
 {
-    const gck_place *self = (gck_place *)placed->place;
+    const place_object *self = (place_object *)placed->place;
 
     for (int i = 0; i < self->n; i++) {
         if (self->devices[i].offloader == gck_offloaded_of(placed->bytes)) {
@@ -89,7 +88,7 @@ static const char *error_of(const gck_placed *placed, int status)
 /* ---- the place ---- */
 
 /* In a forked child all is the parent's: begin anew.  0 or -1. */
-static int have_store(gck_place *self)
+static int have_store(place_object *self)
 {
     const gck_byte_store_options options = {
         .memory = self->host_budget, .prefetch = self->prefetch, .threads = 2,
@@ -114,7 +113,7 @@ static int have_store(gck_place *self)
 }
 
 /* *found: what this device has here.  1; 0: it cannot, see *why; -1. */
-static int have_device(gck_place *self, int device, place_of_device **found, const char **why)
+static int have_device(place_object *self, int device, place_of_device **found, const char **why)
 {
     const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));
     const gck_offloader_options options = {.held = self->held, .prefetch = self->prefetch};
@@ -151,7 +150,7 @@ static int have_device(gck_place *self, int device, place_of_device **found, con
 }
 
 /* Make the ring as large as it should be.  0 or -1. */
-static int have_ring(gck_state *state, gck_place *self, place_of_device *of, int64_t nbytes, void *stream)
+static int have_ring(gck_state *state, place_object *self, place_of_device *of, int64_t nbytes, void *stream)
 {
     const int64_t more = self->ring != AUTO ? (PyList_Size(of->memory) == 0 ? self->ring : 0)
                                             : gck_offloader_wants(of->offloader, nbytes, self->payloads);
@@ -181,20 +180,22 @@ static int have_ring(gck_state *state, gck_place *self, place_of_device *of, int
 
 /* ---- payloads ---- */
 
-static int take_on_host(gck_state *state, gck_place *self, int64_t nbytes, gck_placed *placed)
+static int take_on_host(gck_state *state, place_object *self, int64_t nbytes, gck_placed *placed)
 {
     int status;
 
     if (self->directory == NULL) {
-        return stays(state, self, "it is in host memory already");
+        self->kept++;
+        return stays(state, self, "it is in host memory already", 0);
     }
     Py_BEGIN_ALLOW_THREADS
     status = gck_byte_store_reserve(self->store, nbytes, &placed->item);
     Py_END_ALLOW_THREADS
-    return status == 0 ? 1 : stays(state, self, gck_byte_store_text(status));
+    self->kept += status != 0;
+    return status == 0 ? 1 : stays(state, self, gck_byte_store_text(status), 1);
 }
 
-static int take_on_device(gck_state *state, gck_place *self, int64_t nbytes, int device, void *stream,
+static int take_on_device(gck_state *state, place_object *self, int64_t nbytes, int device, void *stream,
                           gck_placed *placed)
 {
     place_of_device *of = NULL;
@@ -202,7 +203,8 @@ static int take_on_device(gck_state *state, gck_place *self, int64_t nbytes, int
     int status = have_device(self, device, &of, &why);
 
     if (status <= 0) {
-        return status < 0 ? -1 : stays(state, self, why);
+        self->kept += status == 0;
+        return status < 0 ? -1 : stays(state, self, why, 1);
     }
     if (gck_stream_is_captured(device, stream)) {
         PyErr_SetString(PyExc_RuntimeError, "gradckpt: offload= cannot be captured in a graph; capture without it");
@@ -214,15 +216,13 @@ static int take_on_device(gck_state *state, gck_place *self, int64_t nbytes, int
     Py_BEGIN_ALLOW_THREADS
     status = gck_offloader_take(of->offloader, nbytes, stream, &placed->bytes);
     Py_END_ALLOW_THREADS
-    if (status == GCK_STORE_RING) {              /* counted there: another order than expected, or a large payload */
-        return 0;
-    }
-    return status == 0 ? 1 : stays(state, self, text_of(of->offloader, device, status));
+    self->kept += status != 0 && status != GCK_STORE_RING;      /* which the ring counts */
+    return status == 0 ? 1 : stays(state, self, text_of(of->offloader, device, status), 1);
 }
 
 int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int device, void *stream, gck_placed *placed)
 {
-    gck_place *self = (gck_place *)place;
+    place_object *self = (place_object *)place;
     int status;
 
     *placed = (gck_placed){.place = NULL};
@@ -353,7 +353,7 @@ int gck_place_of(gck_state *state, PyObject *offload, PyObject **place)
 
 /* ---- the Python type ---- */
 
-static void free_offloaders(gck_place *self)
+static void free_offloaders(place_object *self)
 {
     for (int i = 0; i < self->n; i++) {
         Py_BEGIN_ALLOW_THREADS                   /* their copies end */
@@ -365,7 +365,7 @@ static void free_offloaders(gck_place *self)
 
 static void place_dealloc(PyObject *op)
 {
-    gck_place *self = (gck_place *)op;
+    place_object *self = (place_object *)op;
 
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
@@ -385,7 +385,7 @@ static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     static const char *const names[] = {"directory", "host_budget", "ring", "held", "prefetch", "min_bytes", "payloads",
                                         NULL};
     PyObject *path = NULL, *directory;
-    gck_place *self = (gck_place *)PyType_GenericAlloc(type, 0);
+    place_object *self = (place_object *)PyType_GenericAlloc(type, 0);
 
     if (self == NULL) {
         return NULL;
@@ -434,7 +434,7 @@ static int figures_of_device(PyObject *into, gck_offloader *offloader)
 
 static PyObject *place_figures(PyObject *op, PyObject *unused)
 {
-    gck_place *self = (gck_place *)op;
+    place_object *self = (place_object *)op;
     gck_byte_store_figures f;
     PyObject *figures;
     int status = 0;
@@ -466,7 +466,7 @@ static PyMethodDef place_methods[] = {
 };
 
 static PyMemberDef place_members[] = {
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(gck_place, weakrefs), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(place_object, weakrefs), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -481,7 +481,7 @@ static PyType_Slot place_slots[] = {
 
 PyType_Spec gck_place_spec = {
     .name = "gradckpt._C.Place",
-    .basicsize = sizeof(gck_place),
+    .basicsize = sizeof(place_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = place_slots,
 };

@@ -6,12 +6,11 @@ import copyreg
 import functools
 import os
 import threading
-import warnings
 import weakref
 from typing import Any
 
 from gradckpt import _C
-from gradckpt._config import GradckptInactiveWarning
+from gradckpt._config import GradckptInactiveWarning, warn_user
 from gradckpt._offload import Offload, parse_offload
 
 __all__ = ["figures", "offload_of", "place_of", "stays_on_device"]
@@ -76,23 +75,22 @@ copyreg.pickle(_C.Place, _again)
 
 @functools.cache
 def _say(place: str, why: str) -> None:
-    warnings.warn(
+    warn_user(
         f"gradckpt: offload={place!r} leaves payloads where they are: {why}; see stats()['offload'] for how many",
         GradckptInactiveWarning,
-        stacklevel=2,
     )
 
 
-def stays_on_device(place: _C.Place, why: str) -> None:
-    """Say once why a payload stays where it is.
+def stays_on_device(place: _C.Place, why: str, refused: int) -> None:
+    """Say once why a payload stays where it is. ``refused``: it should not have to.
 
     Raises:
-        RuntimeError: The settings have ``fallback="error"``.
+        RuntimeError: The settings have ``fallback="error"``, and it was refused.
     """
     offload = offload_of(place)
-    if offload.fallback == "error":
+    if refused and offload.fallback == "error":
         raise RuntimeError(
-            f"gradckpt: offload={offload.place!r} cannot take a payload: {why}; raise host_budget, or pass "
+            f"gradckpt: offload={offload.place!r} cannot take a payload: {why}; raise host_budget= or ring=, or pass "
             'fallback="device"'
         )
     _say(offload.place, why)

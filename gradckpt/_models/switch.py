@@ -27,7 +27,7 @@ from gradckpt._models.kinds import KINDS, has_relu_and_batch_norm, repeated_bloc
 from gradckpt._models.regions import choose, region_of, regions_in
 from gradckpt._models.rules import Settings, is_saved, parse_options, summary
 from gradckpt._models.weak import WeakModule
-from gradckpt._offload import Offload, parse_offload
+from gradckpt._offload import OffloadLike, parse_offload
 from gradckpt.integrations.transformers import models
 from gradckpt.policies import PolicyLike
 from gradckpt.selectors import Selector, Subset, describe
@@ -83,7 +83,7 @@ def enable(
     every_n_layers: int = 1,
     policy: PolicyLike = None,
     recompute: bool = True,
-    offload: bool | str | Offload | None = False,
+    offload: OffloadLike = False,
     **keywords: Unpack[CheckpointKeywords],
 ) -> Handle:
     """Do what :func:`gradckpt.enable` does without a budget and a plan, which describes it."""

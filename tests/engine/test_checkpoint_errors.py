@@ -432,7 +432,7 @@ def test_signature_has_torchs_keywords():
     other = inspect.signature(torch_checkpoint.checkpoint).parameters
     assert {*other, "preserve_rng_state"} <= {*mine}
     of_newer_torch = {"preserve_rng_state", "respect_saved_tensors_hooks"}
-    assert {*mine} - {*other} - of_newer_torch == {"buffers", "compress", "policy"}
+    assert {*mine} - {*other} - of_newer_torch == {"buffers", "compress", "offload", "policy"}
     assert mine["use_reentrant"].default is False
     assert gradckpt.checkpoint.__doc__
 

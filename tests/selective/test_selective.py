@@ -384,6 +384,7 @@ def with_policy(ck, ours, policy):
     return lambda t: ck(chain, t, context_fn=lambda: make(policy))
 
 
+@pytest.mark.filterwarnings("ignore:gradckpt. offload='cpu' leaves payloads")
 @pytest.mark.parametrize("ours", [False, True], ids=["torchs contexts", "our contexts"])
 @pytest.mark.parametrize("answer", [*CheckpointPolicy, True, False], ids=str)
 def test_answers_of_a_policy(ck, ours, answer):
@@ -399,7 +400,9 @@ def test_answers_of_a_policy(ck, ours, answer):
     calls.clear()
     got = gradients(with_policy(ck, ours, policy), (x,))[1]
     assert same(got, want)
+    offloads = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
     save = answer is True or answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    save = save or (ours and answer in offloads)  # torch computes those again
     assert calls == ({"double": 2, "square": 2} if save else {"double": 4, "square": 4})
     assert asked == [(op, 1, (8,)) for op in (aten.sin.default, DOUBLE, SQUARE, DOUBLE, SQUARE, aten.exp.default)]
 

@@ -93,5 +93,6 @@ static int is_shared(int index, int *shared)
 }
 
 extern "C" const gck_link gck_link_cuda = {
-    stream_new, stream_free, event_new, event_free, record, wait, is_done, finish, copy_out, copy_in, pin, unpin, is_shared,
+    stream_new, stream_free, event_new, event_free, record, wait, is_done, finish, copy_out, copy_in, pin, unpin,
+    is_shared,
 };

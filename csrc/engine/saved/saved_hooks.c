@@ -302,21 +302,6 @@ static int find_outer(gck_saved_hooks *self, PyObject *top)
     return 0;
 }
 
-/* Give families codecs of their own: a sequence of (name, codec or None).  0 or -1. */
-static int read_formats(PyObject *pairs, gck_saved_formats *formats)
-{
-    int status = 0;
-
-    for (Py_ssize_t i = 0; status == 0 && i < PyTuple_Size(pairs); i++) {
-        const char *family, *codec;
-        status = PyArg_ParseTuple(PyTuple_GetItem(pairs, i), "sz", &family, &codec) ? 0 : -1;
-        if (status == 0) {
-            formats->of[gck_family_of(family)] = codec != NULL ? gck_codec_find(codec) : NULL;
-        }
-    }
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 /* Borrowed from the caller.  formats: a tuple, see above; with one, nothing is encoded before its node is known. */
 typedef struct {
     PyObject *compress, *formats, *place;
@@ -342,7 +327,7 @@ static gck_saved_hooks *hooks_new(gck_state *state, const asked *what)
     self->packing = (gck_packing){.state = state, .plan = plan};
     self->formats = gck_saved_formats_of(plan.codec);
     self->waits = plan.codec->max_error > 0 || PyTuple_Size(what->formats) > 0;
-    if (read_formats(what->formats, &self->formats) < 0) {
+    if (gck_saved_formats_read(what->formats, &self->formats) < 0) {
         Py_CLEAR(self);
     }
     return self;

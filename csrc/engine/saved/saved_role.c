@@ -443,3 +443,17 @@ int gck_lies_in_leaf(gck_state *state, PyObject *x, PyObject *node)
     Py_DECREF(node);
     return kind;
 }
+
+int gck_saved_formats_read(PyObject *pairs, gck_saved_formats *formats)
+{
+    int status = 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < PyTuple_Size(pairs); i++) {
+        const char *family, *codec;
+        status = PyArg_ParseTuple(PyTuple_GetItem(pairs, i), "sz", &family, &codec) ? 0 : -1;
+        if (status == 0) {
+            formats->of[gck_family_of(family)] = codec != NULL ? gck_codec_find(codec) : NULL;
+        }
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}

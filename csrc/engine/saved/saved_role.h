@@ -45,4 +45,7 @@ gck_saved_tensor *gck_node_saved(const gck_state *state, PyObject *node, PyObjec
  * 0, -1. */
 int gck_lies_in_leaf(gck_state *state, PyObject *x, PyObject *node);
 
+/* Give families codecs of their own: a sequence of (name, codec or None).  0 or -1. */
+int gck_saved_formats_read(PyObject *pairs, gck_saved_formats *formats);
+
 #endif
