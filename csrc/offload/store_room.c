@@ -70,14 +70,12 @@ static int evict(gck_byte_store *store, const gck_byte_store_item *end)
     return 0;
 }
 
-/* Will some memory be given without a call of this thread?  Callers fill and hold for a moment, but for a device. */
+/* Will some memory be given without a call?  What callers fill or hold may be this one's, and a batch holds several. */
 static int something_moves(const gck_byte_store *store)
 {
     const gck_byte_store_item *item = store->oldest;
 
-    while (item != NULL
-           && !(item->memory >= 0
-                && (is_moving(item) || item->holds > 0 || (item->at == GCK_FILLING && !item->of_device)))) {
+    while (item != NULL && !(item->memory >= 0 && is_moving(item))) {
         item = item->newer;
     }
     return item != NULL || gck_ranges_wait(&store->ranges);
