@@ -5,7 +5,9 @@
 
 int gck_linked_said(gck_linked *on, int status)
 {
-    on->status = status != GCK_OK ? status : on->status;
+    if (status != GCK_OK) {
+        on->status = status;
+    }
     return status;
 }
 
@@ -15,7 +17,7 @@ gck_event *gck_event_take(gck_linked *on)
 
     if (event != NULL) {
         on->unused = event->next;
-        event->open = 0;
+        event->open = event->lost = 0;
         return event;
     }
     if ((event = calloc(1, sizeof *event)) != NULL
@@ -43,13 +45,19 @@ int gck_event_record(gck_event *event, void *stream)
     const int status = gck_linked_said(on, on->link->record(on->index, event->handle, stream));
 
     event->open |= status == GCK_OK;
+    event->lost |= status != GCK_OK;
     return status;
 }
+
+void gck_event_lose(gck_event *event) { event->lost = 1; }
 
 int gck_event_wait(const gck_event *event, void *stream)
 {
     gck_linked *on = event->on;
 
+    if (event->lost) {
+        return on->status;
+    }
     return event->open ? gck_linked_said(on, on->link->wait(on->index, stream, event->handle)) : GCK_OK;
 }
 
@@ -60,7 +68,7 @@ int gck_event_is_done(gck_event *event)
     if (event->open && event->on->link->is_done(event->on->index, event->handle, &done) == GCK_OK && done) {
         event->open = 0;
     }
-    return !event->open;
+    return !event->open && !event->lost;
 }
 
 int gck_event_finish(gck_event *event)

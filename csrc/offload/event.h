@@ -8,7 +8,7 @@
 typedef struct gck_linked {
     const gck_link *link;
     int             index;
-    int             status;        /* the last of it that was not GCK_OK */
+    _Atomic int     status;        /* the last of it that was not GCK_OK; read without a lock */
     struct gck_event *unused;
 } gck_linked;
 
@@ -17,6 +17,7 @@ typedef struct gck_event {
     gck_linked       *on;
     void             *handle;
     int               open;        /* it was recorded, and is not known to be done */
+    int               lost;        /* it could not be recorded: what it stands for may run for ever */
     struct gck_event *next;
 } gck_event;
 
@@ -27,11 +28,14 @@ int gck_linked_said(gck_linked *on, int status);
 gck_event *gck_event_take(gck_linked *on);
 void       gck_event_give(gck_event *event);
 
-/* Everything that is queued on this stream now comes before it.  0 or a status. */
+/* Everything that is queued on this stream now comes before it.  0 or a status: it is lost. */
 int gck_event_record(gck_event *event, void *stream);
 
 /* What is queued on this stream from now on comes after it.  0 or a status. */
 int gck_event_wait(const gck_event *event, void *stream);
+
+/* The device refuses what would tell when that work is done.  Then it is never done, and waiting for it fails. */
+void gck_event_lose(gck_event *event);
 
 /* 1: it is done; 0; the device's error counts as not done. */
 int gck_event_is_done(gck_event *event);

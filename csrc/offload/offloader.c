@@ -17,7 +17,7 @@ struct gck_offloaded {
     gck_offloaded       *next_held;
     int64_t              nbytes, size;           /* size: in the ring                                  */
     int64_t              ring;                   /* its part of it; -1: none                           */
-    gck_event           *last;                   /* owned: its last use of that; NULL: none            */
+    gck_event           *last;                   /* owned: its last use of that; NULL: it has none     */
     gck_byte_store_item *item;                   /* owned: its memory in the store                     */
     int                  held;                   /* written, and its copy out is not queued            */
     int                  copied;                 /* that is queued                                     */
@@ -25,8 +25,6 @@ struct gck_offloaded {
     int                  readers;                /* between bring and let go                           */
     int                  at_once;                /* there were several                                 */
     int                  written, dropped;
-    int                  lost;                   /* work was queued, and it is not known when it ends: its part of the
-                                                  * ring is never used again */
     void                *stream;                 /* until then: what may write it                      */
 };
 
@@ -60,12 +58,7 @@ void *gck_offloaded_memory(const gck_offloaded *b)
 /* Everything on this stream up to now may use its part of the ring.  0 or a status. */
 static int used_by(gck_offloaded *b, void *stream)
 {
-    b->last = b->last != NULL ? b->last : gck_event_take(&b->offloader->on);
-    if (b->last == NULL || gck_event_record(b->last, stream) != GCK_OK) {
-        b->lost = 1;
-        return GCK_STORE_DEVICE;
-    }
-    return 0;
+    return gck_event_record(b->last, stream) == GCK_OK ? 0 : GCK_STORE_DEVICE;
 }
 
 static void leave_ring(gck_offloaded *b)
@@ -74,14 +67,14 @@ static void leave_ring(gck_offloaded *b)
     gck_event *last = b->last;
 
     b->last = NULL;
-    o->bytes_taken -= b->ring >= 0 ? b->size : 0;
-    if (b->ring >= 0 && !b->lost) {
+    if (b->ring >= 0) {
+        o->bytes_taken -= b->size;
+        o->figures.ring_lost += last->lost ? b->size : 0;
         gck_ranges_give(&o->ring, b->ring, b->size, last);
     } else {
         gck_event_give(last);
     }
     b->ring = -1;
-    b->lost = 0;
 }
 
 /* Not for one that is read now. */
@@ -104,6 +97,10 @@ static int take_ring(gck_offloaded *b, void *stream)
     gck_offloader *o = b->offloader;
     int status;
 
+    b->last = b->last != NULL ? b->last : gck_event_take(&o->on);
+    if (b->last == NULL) {                       /* before work is queued, which it could not stand for */
+        return GCK_STORE_DEVICE;
+    }
     b->ring = gck_ranges_take(&o->ring, b->size, &stream, &status);
     if (b->ring < 0) {
         const int refused = b->ring == -2;
@@ -145,8 +142,8 @@ int gck_offloader_add(gck_offloader *o, void *memory, int64_t nbytes, void *stre
 
 /* ---- copies ---- */
 
-/* Copy so many bytes, from byte `from` of the store's on, between device and store: in parts that are pinned as one.  0
- * or a status. */
+/* Copy so many bytes, from byte `from` of the store's on, between device and store: in parts that are pinned as one.
+ * The store's memory gets its event first.  0 or a status. */
 static int copy_parts(gck_offloaded *b, int64_t from, int64_t nbytes, void *device, void *stream, int out)
 {
     gck_offloader *o = b->offloader;
@@ -155,30 +152,34 @@ static int copy_parts(gck_offloaded *b, int64_t from, int64_t nbytes, void *devi
     const int64_t offset = from + (b->item->past == NULL ? b->item->memory : 0);
     int status = GCK_OK;
 
+    b->item->last = b->item->last != NULL ? b->item->last : gck_event_take(&o->on);
+    if (b->item->last == NULL) {
+        return GCK_STORE_DEVICE;
+    }
     for (int64_t at = 0, n; at < nbytes && status == GCK_OK; at += n) {
         n = GCK_STORE_CHUNK - (offset + at) % GCK_STORE_CHUNK;
         n = n < nbytes - at ? n : nbytes - at;
         status = out ? link->copy_out(o->on.index, stream, host + at, near + at, n)
                      : link->copy_in(o->on.index, stream, near + at, host + at, n);
+        if (status != GCK_OK && at > 0) {        /* the parts before it are queued */
+            gck_event_lose(b->item->last);
+            if (b->last != NULL) {
+                gck_event_lose(b->last);
+            }
+        }
     }
     *(out ? &o->figures.bytes_out : &o->figures.bytes_in) += nbytes;
     ++*(out ? &o->figures.copies_out : &o->figures.copies_in);
     return gck_linked_said(&o->on, status) == GCK_OK ? 0 : GCK_STORE_DEVICE;
 }
 
-/* Queue a copy between the store and device memory, which is the last use of both.  0 or a status: then it is not known
- * what was queued. */
-static int copy(gck_offloaded *b, int64_t from, int64_t nbytes, void *device, void *stream, int out)
+/* A copy on this stream is the last use of its memory in the store.  0 or a status. */
+static int flies(gck_offloaded *b, void *stream)
 {
-    gck_byte_store_item *item = b->item;
-    int status = copy_parts(b, from, nbytes, device, stream, out);
-
-    item->last = item->last != NULL ? item->last : gck_event_take(&b->offloader->on);
-    if (status != 0 || item->last == NULL || gck_event_record(item->last, stream) != GCK_OK) {
-        item->lost = b->lost = 1;
+    if (gck_event_record(b->item->last, stream) != GCK_OK) {
         return GCK_STORE_DEVICE;
     }
-    gck_store_flies(item);
+    gck_store_flies(b->item);
     return 0;
 }
 
@@ -209,33 +210,46 @@ static gck_offloaded *oldest_held(const gck_offloader *o)
     return b;
 }
 
-/* Queue the copy out of one that is held; its part of the ring may then be used again.  0 or a status. */
+/* Queue the copy out of one that is held; its part of the ring may then be used again.  0 or a status: if the store
+ * does not have its bytes, it stays in the ring. */
 static int copy_out(gck_offloaded *b)
 {
     void *out = b->offloader->out;
+    int used;
 
     unhold(b);
     if (GCK_EDGE(GCK_EDGE_COPY_OUT, gck_event_wait(b->last, out), GCK_OK) != GCK_OK
-        || copy(b, 0, b->nbytes, gck_offloaded_memory(b), out, 1) != 0 || used_by(b, out) != 0) {
+        || copy_parts(b, 0, b->nbytes, gck_offloaded_memory(b), out, 1) != 0) {
+        return GCK_STORE_DEVICE;
+    }
+    used = used_by(b, out);
+    if (flies(b, out) != 0) {
         return GCK_STORE_DEVICE;
     }
     b->copied = 1;
     leave_ring(b);
-    return 0;
+    return used;
 }
 
-/* Queue the copy into its part of the ring, which it leaves if that fails.  0 or a status. */
+/* Queue the copy into its part of the ring.  0 or a status: it is not in the ring. */
 static int copy_in(gck_offloaded *b)
 {
     gck_offloader *o = b->offloader;
     const gck_event *out = b->item->last;
+    int flown, used, status = 0;
 
     if ((out != NULL && GCK_EDGE(GCK_EDGE_COPY_IN, gck_event_wait(out, o->in), GCK_OK) != GCK_OK)
-        || copy(b, 0, b->nbytes, gck_offloaded_memory(b), o->in, 0) != 0 || used_by(b, o->in) != 0) {
-        leave_ring(b);
-        return GCK_STORE_DEVICE;
+        || copy_parts(b, 0, b->nbytes, gck_offloaded_memory(b), o->in, 0) != 0) {
+        status = GCK_STORE_DEVICE;
+    } else {
+        flown = flies(b, o->in);
+        used = used_by(b, o->in);                /* also where that failed: the copy is queued */
+        status = flown != 0 ? flown : used;
     }
-    return 0;
+    if (status != 0) {
+        leave_ring(b);
+    }
+    return status;
 }
 
 /* ---- writing ---- */
@@ -274,13 +288,15 @@ static int reserve(gck_offloaded *b)
 {
     gck_offloader *o = b->offloader;
     gck_offloaded *held;
-    int status, copied = 0;
+    int status;
 
     while ((status = gck_store_reserve(o->store, b->nbytes, &o->out, &b->item)) == GCK_STORE_FULL
-           && copied == 0 && (held = oldest_held(o)) != NULL) {
-        copied = copy_out(held);
+           && (held = oldest_held(o)) != NULL) {
+        if ((status = copy_out(held)) != 0) {
+            break;
+        }
     }
-    return copied != 0 ? copied : status;
+    return status;
 }
 
 int gck_offloader_take(gck_offloader *o, int64_t nbytes, void *stream, gck_offloaded **bytes)
@@ -301,13 +317,12 @@ int gck_offloader_take(gck_offloader *o, int64_t nbytes, void *stream, gck_offlo
     lock(o);
     status = make_room(b, stream);
     o->figures.misses_out += status == GCK_STORE_RING;
-    if (status == 0 && (status = reserve(b)) != 0) {
-        leave_ring(b);
-    }
+    status = status == 0 ? reserve(b) : status;
     if (status == 0) {
         append(b);
         *bytes = b;
     } else {
+        leave_ring(b);
         free(b);
     }
     return unlock(o, status);
@@ -433,7 +448,10 @@ int gck_offloaded_let_go(gck_offloaded *b, void *stream)
 
     lock(o);
     status = b->at_once ? GCK_EDGE(GCK_EDGE_READS, gck_event_wait(b->last, stream), GCK_OK) : GCK_OK;
-    status = status == GCK_OK ? used_by(b, stream) : GCK_STORE_DEVICE;
+    if (status != GCK_OK) {
+        gck_event_lose(b->last);                 /* the other read, if it is recorded over */
+    }
+    status = used_by(b, stream) == 0 && status == GCK_OK ? 0 : GCK_STORE_DEVICE;
     if (--b->readers == 0) {
         b->at_once = 0;
         if (b->dropped) {
@@ -451,12 +469,13 @@ int gck_offloaded_copy(gck_offloaded *b, int64_t from, int64_t nbytes, void *to,
     int status;
 
     lock(o);
-    status = !b->held ? 0 : b->readers > 0 ? GCK_STORE_BUSY : copy_out(b);
+    status = b->copied ? 0 : !b->held ? GCK_STORE_DEVICE : b->readers > 0 ? GCK_STORE_BUSY : copy_out(b);
     status = status == 0 ? gck_store_hold(b->item, 1) : status;
     if (status == 0) {
-        const gck_event *out = b->item->last;
-        status = out != NULL && GCK_EDGE(GCK_EDGE_READ_PAST, gck_event_wait(out, stream), GCK_OK) != GCK_OK
-              ? GCK_STORE_DEVICE : copy(b, from, nbytes, to, stream, 0);
+        const gck_event *last = b->item->last;
+        status = last != NULL && GCK_EDGE(GCK_EDGE_READ_PAST, gck_event_wait(last, stream), GCK_OK) != GCK_OK
+              ? GCK_STORE_DEVICE : copy_parts(b, from, nbytes, to, stream, 0);
+        status = status == 0 ? flies(b, stream) : status;
         gck_store_release(b->item);
     }
     return unlock(o, status);
@@ -498,7 +517,7 @@ void gck_offloader_free(gck_offloader *o)
         return;
     }
     lock(o);
-    gck_store_settle(o->store);                  /* it has events of this device */
+    gck_store_settle(o->store, &o->on);
     gck_ranges_finish(&o->ring);
     gck_ranges_clear(&o->ring);
     unlock(o, 0);

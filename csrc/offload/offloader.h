@@ -22,6 +22,7 @@ typedef struct {
 
 typedef struct {
     int64_t ring, ring_used, ring_peak;       /* bytes of the device                              */
+    int64_t ring_lost;                        /* of it: never used again, since the device failed */
     int64_t bytes_out, bytes_in;              /* copied                                           */
     int64_t copies_out, copies_in;
     int64_t read_in_ring;                     /* reads of what never left                         */

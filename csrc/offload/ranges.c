@@ -83,7 +83,9 @@ int64_t gck_ranges_take(gck_ranges *ranges, int64_t nbytes, void *const *stream,
 
 void gck_ranges_give(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_event *last)
 {
-    if (last == NULL || gck_event_is_done(last)) {
+    if (last != NULL && last->lost) {
+        gck_event_give(last);
+    } else if (last == NULL || gck_event_is_done(last)) {
         gck_space_give(&ranges->space, offset, nbytes);
         gck_event_give(last);
     } else {

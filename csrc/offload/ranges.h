@@ -28,7 +28,8 @@ typedef struct {
  * takes it cannot wait, and *status says why. */
 int64_t gck_ranges_take(gck_ranges *ranges, int64_t nbytes, void *const *stream, int *status);
 
-/* Give a part back, of which `last` (owned; NULL: none) is the last use.  Never fails. */
+/* Give a part back, of which `last` (owned; NULL: none) is the last use.  Never fails; one whose last use is lost is
+ * never used again. */
 void gck_ranges_give(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_event *last);
 
 /* Make it larger: bytes from `offset` on, which touch none.  0, or -1: no memory. */

@@ -43,6 +43,12 @@ void gck_byte_store_free(gck_byte_store *store)
     gck_ranges_finish(&store->ranges);
     gck_ranges_clear(&store->ranges);
     gck_space_clear(&store->file_space);
+    while (store->lost != NULL) {
+        gck_byte_store_item *item = store->lost;
+        store->lost = item->next_job;
+        free(item->past);
+        free(item);
+    }
     if (store->memory != NULL) {
         unpin(store);
         munmap(store->mapped, (size_t)mapped_size(store));
@@ -122,9 +128,7 @@ static int wait_for_memory(gck_byte_store *store, gck_byte_store_item *item, voi
             return store->figures.write_error != 0 ? store->figures.write_error : GCK_STORE_FULL;
         }
         *waited = 1;
-        if ((got = gck_store_await(store)) != 0) {
-            return got;
-        }
+        gck_store_await(store);
         gck_store_poll(store);
     }
     return 0;
@@ -187,7 +191,7 @@ void gck_byte_store_filled(gck_byte_store_item *item)
 
 /* ---- get ---- */
 
-/* Have it read.  0; -1: memory may come; -2: it will not. */
+/* Have it read.  0; -1: memory may come; -2: it will not; GCK_STORE_DEVICE. */
 static int fetch(gck_byte_store *store, gck_byte_store_item *item, const gck_byte_store_item *end)
 {
     const int got = gck_store_take(store, item, end, NULL);
@@ -239,20 +243,23 @@ int gck_store_hold(gck_byte_store_item *item, int wait)
     int status = 0, waited = 0;
 
     gck_store_poll(store);
+    if (item->at == GCK_FILLING && item->last != NULL && item->last->lost) {
+        return GCK_STORE_DEVICE;                 /* its bytes may have come, or not */
+    }
     item->holds++;                               /* else another's read takes its memory before this one wakes */
     while (status == 0 && item->past == NULL && (item->at == GCK_AWAY || item->at == GCK_READING)) {
         const int got = item->at == GCK_AWAY ? fetch(store, item, NULL) : 0;
         gck_store_write_down_to(store, got < 0 ? 0 : INT64_MAX);
         if (!wait) {
             status = GCK_STORE_BUSY;
-        } else if (got == -2 && store->writes.first == NULL) {
+        } else if (got == GCK_STORE_DEVICE || (got == -2 && store->writes.first == NULL)) {
             status = read_past(item);
         } else {
             waited = 1;
             item->error = 0;
-            status = gck_store_await(store);
+            gck_store_await(store);
             gck_store_poll(store);
-            status = status == 0 ? item->error : status;
+            status = item->error;
         }
     }
     if (status != 0) {
@@ -271,8 +278,7 @@ void gck_store_release(gck_byte_store_item *item)
     gck_byte_store *store = item->store;
 
     if (--item->holds == 0) {
-        free(item->past);
-        item->past = NULL;
+        gck_store_free_past(item);
         pthread_cond_broadcast(&store->done);
     }
     gck_store_free_if_dropped(item);

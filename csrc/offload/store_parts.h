@@ -43,7 +43,6 @@ struct gck_byte_store_item {
     gck_event           *last;            /* owned: the device's last use of it; NULL: none       */
     int                  error;           /* of its last read                                     */
     int                  dropped;
-    int                  lost;            /* it is not known when a device ends with its memory: it is not used again */
 };
 
 typedef struct {
@@ -72,6 +71,7 @@ struct gck_byte_store {
     gck_byte_store_item   *oldest, *newest;
     gck_store_queue        reads, writes;
     gck_byte_store_item   *flights, *last_flight;
+    gck_byte_store_item   *lost;          /* dropped; freed at its end: a device may read their bytes */
     int64_t                dirty;         /* bytes at HERE                                        */
     gck_store_span         writing, reading;
     gck_byte_store_figures figures;
@@ -94,6 +94,9 @@ void gck_store_give(gck_byte_store_item *item);
 /* Have the oldest written that are in memory alone, until so many bytes may stay so. */
 void gck_store_write_down_to(gck_byte_store *store, int64_t most);
 
+/* Free its bytes past the store's memory if no caller and no device has them. */
+void gck_store_free_past(gck_byte_store_item *item);
+
 /* Free it if it was dropped and no thread and no device has it. */
 void gck_store_free_if_dropped(gck_byte_store_item *item);
 
@@ -103,11 +106,11 @@ void gck_store_flies(gck_byte_store_item *item);
 /* Those of which the device is done are here. */
 void gck_store_poll(gck_byte_store *store);
 
-/* Wait until something moved: without the lock meanwhile.  0, or a status of the device. */
-int gck_store_await(gck_byte_store *store);
+/* Wait until something moved: without the lock meanwhile.  What a device refuses to wait for is lost (event.h). */
+void gck_store_await(gck_byte_store *store);
 
-/* Wait for all that devices do with its memory. */
-void gck_store_settle(gck_byte_store *store);
+/* Wait for all that devices do with its memory, and until no item has an event of this one: its items were dropped. */
+void gck_store_settle(gck_byte_store *store, const gck_linked *on);
 
 /* store.c */
 

@@ -38,12 +38,19 @@ static int grow(gck_byte_store *store, int64_t nbytes)
     return 0;
 }
 
+/* May a device read its bytes past the store's memory for ever? */
+static int is_lost(const gck_byte_store_item *item)
+{
+    return item->past != NULL && item->last != NULL && item->last->lost;
+}
+
 void gck_store_give(gck_byte_store_item *item)
 {
-    gck_event *last = item->last;
+    const int elsewhere = item->in_flight || is_lost(item);    /* a device has its bytes past the store's memory */
+    gck_event *last = elsewhere ? NULL : item->last;
 
-    item->last = NULL;
-    if (item->memory >= 0 && !item->lost) {
+    item->last = elsewhere ? item->last : NULL;
+    if (item->memory >= 0) {
         gck_ranges_give(&item->store->ranges, item->memory, item->padded, last);
     } else {
         gck_event_give(last);
@@ -139,17 +146,32 @@ void gck_store_write_down_to(gck_byte_store *store, int64_t most)
 static void free_item(gck_byte_store_item *item)
 {
     gck_byte_store *store = item->store;
+    const int lost = is_lost(item);
 
     *(item->older != NULL ? &item->older->newer : &store->oldest) = item->newer;
     *(item->newer != NULL ? &item->newer->older : &store->newest) = item->older;
     store->dirty -= item->at == GCK_HERE ? item->padded : 0;
     gck_store_give(item);
+    gck_event_give(item->last);
     if (item->file >= 0) {
         gck_space_give(&store->file_space, item->file, item->padded);
     }
-    free(item->past);
-    free(item);
+    if (lost) {
+        item->next_job = store->lost;
+        store->lost = item;
+    } else {
+        free(item->past);
+        free(item);
+    }
     pthread_cond_broadcast(&store->done);
+}
+
+void gck_store_free_past(gck_byte_store_item *item)
+{
+    if (item->holds == 0 && !item->in_flight && !is_lost(item)) {
+        free(item->past);
+        item->past = NULL;
+    }
 }
 
 void gck_store_free_if_dropped(gck_byte_store_item *item)
@@ -183,52 +205,66 @@ static void land(gck_byte_store *store)
     store->flights = item->next_flight;
     store->last_flight = store->flights != NULL ? store->last_flight : NULL;
     item->in_flight = 0;
-    if (item->at == GCK_FILLING) {
+    if (item->at == GCK_FILLING && !item->last->lost) {
         item->at = GCK_HERE;
         store->dirty += item->padded;
     }
+    gck_store_free_past(item);
     pthread_cond_broadcast(&store->done);
     gck_store_free_if_dropped(item);
 }
 
 void gck_store_poll(gck_byte_store *store)
 {
-    while (store->flights != NULL && GCK_EDGE(GCK_EDGE_LANDED, gck_event_is_done(store->flights->last), 1)) {
+    while (store->flights != NULL && GCK_EDGE(GCK_EDGE_LANDED, store->flights->last->lost
+                                                               || gck_event_is_done(store->flights->last), 1)) {
         land(store);
     }
 }
 
-int gck_store_await(gck_byte_store *store)
+/* Wait for an event without the lock.  Others may use it meanwhile, so it is only read, before. */
+static void finish_without_lock(gck_byte_store *store, gck_event *event)
+{
+    gck_linked *on = event->on;
+    int status;
+
+    pthread_mutex_unlock(&store->lock);
+    status = on->link->finish(on->index, event->handle);
+    pthread_mutex_lock(&store->lock);
+    if (gck_linked_said(on, status) != GCK_OK) {
+        gck_event_lose(event);                   /* else the caller would wait again and again */
+    }
+}
+
+void gck_store_await(gck_byte_store *store)
 {
     gck_given given = gck_ranges_oldest(&store->ranges);
-    int status = GCK_OK;
 
     if (given.offset >= 0) {
-        pthread_mutex_unlock(&store->lock);
-        status = gck_event_finish(given.last);
-        pthread_mutex_lock(&store->lock);
+        finish_without_lock(store, given.last);
         gck_ranges_give(&store->ranges, given.offset, given.nbytes, given.last);
     } else if (store->flights != NULL) {
         gck_byte_store_item *item = store->flights;
         item->holds++;                           /* it may land, and be dropped, meanwhile */
-        pthread_mutex_unlock(&store->lock);
-        status = gck_event_finish(item->last);
-        pthread_mutex_lock(&store->lock);
+        finish_without_lock(store, item->last);
         gck_store_poll(store);
-        item->holds--;
-        gck_store_free_if_dropped(item);
+        gck_store_release(item);
     } else {
         pthread_cond_wait(&store->done, &store->lock);
     }
-    return status == GCK_OK ? 0 : GCK_STORE_DEVICE;
 }
 
-void gck_store_settle(gck_byte_store *store)
+void gck_store_settle(gck_byte_store *store, const gck_linked *on)
 {
-    while (store->flights != NULL && gck_store_await(store) == 0) {
-    }
-    while (store->flights != NULL) {             /* the device fails: nothing of it runs any more */
-        land(store);
+    gck_byte_store_item *item = store->oldest;
+
+    while (item != NULL) {
+        if (item->last != NULL && item->last->on == on) {      /* it flies, or a thread writes or reads it */
+            gck_store_await(store);
+            item = store->oldest;
+        } else {
+            item = item->newer;
+        }
     }
     gck_ranges_finish(&store->ranges);
 }
