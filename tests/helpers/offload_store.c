@@ -2,11 +2,12 @@
  *
  *     offload_store DIRECTORY SEED THREADS STEPS MEMORY_KIB [CALL FAULT]
  *
+ * DIRECTORY: "" for a store without a file.
  * CALL: the number of the call of the file that goes wrong, counted from 1; FAULT: the errno that it sets, "short" or
  * "flip" (a read gives less, or one other bit), "forever": this call and all after it set ENOSPC; "full": so do writes
  * from there on.  Prints figures. */
 #define _GNU_SOURCE
-#include "offload/store.h"
+#include "offload/store_parts.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -18,7 +19,7 @@
 
 enum { MOST = 64 };
 
-static atomic_long calls, errors, wrong, refused;
+static atomic_long calls, errors, wrong, refused, full, past;
 static long bad_call;
 static const char *fault = "";
 static int steps;
@@ -95,24 +96,76 @@ static void fill(char *bytes, int64_t nbytes, uint64_t id)
     }
 }
 
-static void check(gck_byte_store_item *stored, uint64_t id, char *bytes, char *want)
+/* 0, or why it is refused. */
+static int put(int64_t nbytes, uint64_t id, gck_byte_store_item **stored)
 {
-    const int64_t nbytes = gck_byte_store_item_nbytes(stored);
-    const int status = gck_byte_store_get(stored, bytes);
+    const int status = gck_byte_store_reserve(store, nbytes, stored);
 
-    if (status != 0) {
-        errors++;
-        return;
+    if (status == 0) {
+        fill(gck_byte_store_memory(*stored), nbytes, id);
+        gck_byte_store_filled(*stored);
     }
-    fill(want, nbytes, id);
-    wrong += memcmp(bytes, want, (size_t)nbytes) != 0;
+    return status;
 }
 
-/* A forward puts, a backward gets in reverse; some are asked for twice, out of order, or never. */
+/* 1 when its bytes are in memory until release(). */
+static int hold(gck_byte_store_item *stored)
+{
+    const int status = gck_byte_store_hold(stored);
+
+    if (status == 0) {
+        pthread_mutex_lock(&store->lock);
+        past += stored->past != NULL;
+        pthread_mutex_unlock(&store->lock);
+    }
+    errors += status != 0;
+    return status == 0;
+}
+
+static void compare(const gck_byte_store_item *held, uint64_t id, char *want)
+{
+    const int64_t nbytes = gck_byte_store_nbytes(held);
+
+    fill(want, nbytes, id);
+    wrong += memcmp(gck_byte_store_memory(held), want, (size_t)nbytes) != 0;
+}
+
+static void check(gck_byte_store_item *stored, uint64_t id, char *want)
+{
+    if (hold(stored)) {
+        compare(stored, id, want);
+        gck_byte_store_release(stored);
+    }
+}
+
+/* Several are held at once, one of them twice: no memory may be left for the last ones.  Some are dropped while they
+ * are held. */
+static void check_at_once(gck_byte_store_item **all, const uint64_t *ids, int n, int dropped, char *want)
+{
+    int held[MOST];
+
+    for (int i = 0; i < n; i++) {
+        held[i] = hold(all[i]);
+    }
+    if (hold(all[0])) {
+        gck_byte_store_release(all[0]);
+    }
+    for (int i = 0; i < dropped; i++) {
+        gck_byte_store_drop(all[i]);
+    }
+    for (int i = 0; i < n; i++) {
+        if (held[i]) {
+            compare(all[i], ids[i], want);
+            gck_byte_store_release(all[i]);
+        }
+    }
+}
+
+/* A forward puts, a backward gets in reverse; some are asked for twice, out of order, at once, or never. */
 static void *work(void *argument)
 {
     uint64_t state = (uint64_t)(uintptr_t)argument * 977 + 5, id = state << 20;
-    char *bytes = malloc(1 << 20), *want = malloc(1 << 20);
+    char *want = malloc(1 << 20);
     gck_byte_store_item *all[MOST];
     uint64_t ids[MOST];
 
@@ -120,27 +173,31 @@ static void *work(void *argument)
         int n = 0;
         for (uint64_t i = 0, count = 1 + next(&state) % MOST; i < count; i++) {
             const int64_t nbytes = 1 + (int64_t)(next(&state) % (next(&state) % 4 ? 20000 : 300000));
-            fill(bytes, nbytes, ++id);
-            ids[n] = id;
-            if (gck_byte_store_put(store, bytes, nbytes, &all[n]) == 0) {
-                n++;
-            } else {
-                refused++;
-            }
+            ids[n] = ++id;
+            const int status = put(nbytes, id, &all[n]);
+            n += status == 0;
+            full += status == GCK_STORE_FULL || status == GCK_STORE_LARGE;       /* others hold what it has */
+            refused += status != 0 && status != GCK_STORE_FULL && status != GCK_STORE_LARGE;
             if (n > 1 && next(&state) % 8 == 0) {
                 const int which = (int)(next(&state) % (uint64_t)n);
-                check(all[which], ids[which], bytes, want);
+                check(all[which], ids[which], want);
             }
+        }
+        if (n > 0 && next(&state) % 3 == 0) {
+            const int dropped = (int)(next(&state) % (uint64_t)n);
+            check_at_once(all, ids, n, dropped, want);
+            n -= dropped;
+            memmove(all, all + dropped, (size_t)n * sizeof *all);
+            memmove(ids, ids + dropped, (size_t)n * sizeof *ids);
         }
         while (n > 0) {
             n--;
             for (uint64_t times = next(&state) % 10 == 0 ? next(&state) % 3 : 1; times > 0; times--) {
-                check(all[n], ids[n], bytes, want);
+                check(all[n], ids[n], want);
             }
             gck_byte_store_drop(all[n]);
         }
     }
-    free(bytes);
     free(want);
     return NULL;
 }
@@ -150,7 +207,8 @@ int main(int argc, char **argv)
     pthread_t threads[16];
     gck_byte_store_figures f;
     const int n = atoi(argv[3]);
-    const gck_byte_store_options options = {(int64_t)atoi(argv[5]) << 10, 2, 2, argv[1], &faulty};
+    const gck_byte_store_options options = {(int64_t)atoi(argv[5]) << 10, 2, 2, argv[1][0] != 0 ? argv[1] : NULL,
+                                            &faulty};
     int status;
 
     steps = atoi(argv[4]);
@@ -167,16 +225,17 @@ int main(int argc, char **argv)
         pthread_join(threads[i], NULL);
     }
     gck_byte_store_read_figures(store, &f);
-    for (int tries = 0; tries < 1000 && (f.memory_used > 0 || f.file_used > 0); tries++) {   /* threads end their moves */
-        usleep(1000);
+    for (int tries = 0; tries < 1000 && (f.memory_used > 0 || f.file_used > 0); tries++) {
+        usleep(1000);                            /* threads end their moves */
         gck_byte_store_read_figures(store, &f);
     }
     gck_byte_store_free(store);
-    printf("{\"calls\": %ld, \"errors\": %ld, \"wrong\": %ld, \"refused\": %ld, \"puts\": %lld, \"gets\": %lld, "
-           "\"from_memory\": %lld, \"memory_used\": %lld, \"memory_peak\": %lld, \"file_used\": %lld, \"file_peak\": "
-           "%lld, \"written\": %lld, \"read\": %lld, \"write_error\": %d}\n",
-           (long)calls, (long)errors, (long)wrong, (long)refused, (long long)f.puts, (long long)f.gets,
-           (long long)f.from_memory, (long long)f.memory_used, (long long)f.memory_peak, (long long)f.file_used,
-           (long long)f.file_peak, (long long)f.written, (long long)f.read, f.write_error);
+    printf("{\"calls\": %ld, \"errors\": %ld, \"wrong\": %ld, \"refused\": %ld, \"full\": %ld, \"past\": %ld, ",
+           (long)calls, (long)errors, (long)wrong, (long)refused, (long)full, (long)past);
+    printf("\"puts\": %lld, \"gets\": %lld, \"from_memory\": %lld, \"memory_used\": %lld, \"memory_peak\": %lld, "
+           "\"file_used\": %lld, \"file_peak\": %lld, \"written\": %lld, \"read\": %lld, \"write_error\": %d}\n",
+           (long long)f.puts, (long long)f.gets, (long long)f.from_memory, (long long)f.memory_used,
+           (long long)f.memory_peak, (long long)f.file_used, (long long)f.file_peak, (long long)f.written,
+           (long long)f.read, f.write_error);
     return wrong > 0;
 }

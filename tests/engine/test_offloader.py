@@ -1,0 +1,76 @@
+"""The offloader on a device whose streams are queues of this process, late and in any order that
+the events allow: random programs, each call of the device failing, each edge (offload/edge.h) left
+out, and free ranges beside a naive model (helpers/offload_*.c)."""
+
+import re
+
+import pytest
+from checkout import source
+from offload_programs import LEAVE_OUT, SANITIZERS, lines_of, program
+
+RANGES = ("space", "ranges", "event")
+
+
+def edges():
+    """Name -> number, in the order of the enumeration."""
+    names = re.findall(r"GCK_EDGE_(\w+)(?: = 1)?,", source("edge.h").read_text())
+    return {name: number for number, name in enumerate(names, 1)}
+
+
+def link(sanitizer, *words):
+    (found,) = lines_of(program("offload_link", *SANITIZERS[sanitizer]), *words)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "streams", "seeds"), [("address", "lazy", 100), ("thread", "threads", 30), ("thread", "lazy", 20)]
+)
+def test_what_comes_back_is_what_went(sanitizer, streams, seeds):
+    """Rings and stores of many sizes, with a file and without; several threads; in reverse, in any
+    order, twice, at once, or never. No access is unordered, and nothing stays in use."""
+    found = link(sanitizer, "run", 1, seeds, streams)
+    for key in ("wrong", "races", "errors", "refused", "bad_figures", "leaks"):
+        assert found[key] == 0, key
+    for key in ("checked", "full", "copied", "copies_in", "prefetched", "in_ring", "misses", "file_reads"):
+        assert found[key] > 0, key
+
+
+@pytest.mark.parametrize("times", ["once", "forever"])
+@pytest.mark.parametrize("seed", [1, 2, 5, 9, 57, 60])
+def test_each_call_of_the_device_may_fail(seed, times):
+    """An error, or the payload is refused: never other bytes, no access without order, no hang, no
+    leak. When the fault ends, and no memory was lost, all is as before."""
+    found = link("address", "fail", seed, 31, times)
+    assert found["wrong"] == found["races"] == found["bad_figures"] == 0
+    assert found["errors"] + found["refused"] > 0
+    assert found["checked"] > 0
+
+
+def test_each_edge_is_necessary():
+    """In a scenario for each, what has no order then gives wrong bytes, and is found as a race."""
+    found = lines_of(program("offload_edges", *SANITIZERS["address"], *LEAVE_OUT))
+    assert {each["scenario"]: each["number"] for each in found} == edges()
+    for each in found:
+        if each["edge"] == 0:
+            assert each["wrong"] == each["races"] == 0, each
+        if each["edge"] == each["number"]:
+            assert each["wrong"] > 0, each
+            assert each["races"] > 0, each
+
+
+@pytest.mark.parametrize("edge", edges())
+def test_random_programs_find_an_edge_that_is_left_out(edge):
+    built = program("offload_link", *LEAVE_OUT)
+    (found,) = lines_of(built, "run", 1, 300 if edge == "MEMORY" else 40, "lazy", edges()[edge])
+    assert found["races"] > 0
+
+
+def test_free_ranges_are_those_of_a_naive_model():
+    """Segments that are added out of order and join; parts in use that a stream takes, or the host
+    waits for; their order is one of the edges."""
+    built = program("offload_space", *SANITIZERS["address"], *LEAVE_OUT, sources=RANGES)
+    (found,) = lines_of(built, 1, 60)
+    assert found["different"] == found["races"] == 0
+    assert min(found["takes"], found["refusals"], found["waits"], found["joins"]) > 0
+    (found,) = lines_of(built, 1, 5, edges()["MEMORY"])
+    assert found["races"] > 0

@@ -1,0 +1,41 @@
+"""C programs of the tests with the sources of csrc/offload, under the sanitizers of gcc."""
+
+import functools
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from checkout import CSRC, HELPERS
+
+SANITIZERS = {"address": ("-fsanitize=address,undefined",), "thread": ("-fsanitize=thread",)}
+LEAVE_OUT = ("-DGCK_LEAVE_OUT_EDGES",)
+OPTIONS = ("-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", f"-I{HELPERS}")
+WARNINGS = ("-Wno-missing-field-initializers",)  # as in setup.py
+STORE = ("store", "store_room", "store_threads", "store_status", "file", "space", "ranges", "event")
+
+
+@functools.cache
+def _folder():
+    return tempfile.TemporaryDirectory(prefix="gradckpt-offload-")
+
+
+@functools.cache
+def program(name, *options, sources=(*STORE, "offloader")):
+    """The path of helpers/NAME.c as a program, built once per process."""
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        pytest.skip("gcc not found")
+    made = Path(_folder().name) / "-".join((name, *options)).replace("=", "-").replace(",", "-")
+    files = (HELPERS / f"{name}.c", *(CSRC / "offload" / f"{each}.c" for each in sources))
+    subprocess.run([gcc, *OPTIONS, *WARNINGS, *options, *files, "-o", made, "-lpthread"], check=True)
+    return made
+
+
+def lines_of(built, *words):
+    """What a run prints, a dict for each line; a sanitizer's report or an abort fails."""
+    done = subprocess.run([built, *map(str, words)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
