@@ -146,7 +146,8 @@ int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream
     if ((item = calloc(1, sizeof *item)) == NULL) {
         return GCK_STORE_NO_MEMORY;
     }
-    *item = (gck_byte_store_item){.store = store, .nbytes = nbytes, .memory = -1, .file = -1, .at = GCK_FILLING};
+    *item = (gck_byte_store_item){.store = store, .nbytes = nbytes, .memory = -1, .file = -1, .at = GCK_FILLING,
+                                  .of_device = stream != NULL};
     item->padded = multiple_of(nbytes, GCK_FILE_ALIGNMENT);
     gck_store_poll(store);
     gck_store_write_down_to(store, store->figures.memory / 2 - item->padded);

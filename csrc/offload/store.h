@@ -39,7 +39,8 @@ int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **s
 /* End its threads and its file; all that it held was dropped. */
 void gck_byte_store_free(gck_byte_store *store);
 
-/* Memory for so many bytes, which the caller writes.  0 and *item; else why not. */
+/* Memory for so many bytes, which the caller writes; meanwhile it reserves and holds nothing.  0 and *item; else why
+ * not. */
 int gck_byte_store_reserve(gck_byte_store *store, int64_t nbytes, gck_byte_store_item **item);
 
 /* They are written. */

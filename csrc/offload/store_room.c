@@ -77,12 +77,17 @@ static int evict(gck_byte_store *store, const gck_byte_store_item *end)
     return 0;
 }
 
-/* Will some memory be given without a call?  What callers fill or hold may be this one's, and a batch holds several. */
-static int something_moves(const gck_byte_store *store)
+/* Will memory for `wanted` be given without a call of this thread?  Who reserves on the host fills and holds nothing else;
+ * who reads may hold several. */
+static int something_moves(const gck_byte_store *store, const gck_byte_store_item *wanted)
 {
     const gck_byte_store_item *item = store->oldest;
+    const int reserves = wanted->at == GCK_FILLING && !wanted->of_device;
 
-    while (item != NULL && !(item->memory >= 0 && is_moving(item))) {
+    while (item != NULL
+           && !(item->memory >= 0
+                && (is_moving(item)
+                    || (reserves && (item->holds > 0 || (item->at == GCK_FILLING && !item->of_device)))))) {
         item = item->newer;
     }
     return item != NULL || gck_ranges_wait(&store->ranges);
@@ -103,7 +108,7 @@ int gck_store_take(gck_byte_store *store, gck_byte_store_item *item, const gck_b
             break;
         }
         if (grow(store, item->padded) < 0 && !evict(store, end)) {
-            return something_moves(store) ? -1 : -2;
+            return something_moves(store, item) ? -1 : -2;
         }
     }
     if (store->ranges.space.used > store->figures.memory_peak) {
