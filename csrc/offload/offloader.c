@@ -1,20 +1,17 @@
 /* offloader.c: the ring of a device, and copies out of it and into it. */
 #include "offload/offloader.h"
 
+#include "offload/ring.h"
 #include "offload/store_parts.h"
+#include "offload/store_room.h"
+#include "offload/transfer.h"
 
 #include <stdlib.h>
-
-enum {
-    UNIT = 256,                  /* bytes: parts of the ring are multiples, as torch's blocks */
-    SEGMENTS = 64,
-    SEGMENT_BITS = 44,           /* offsets in the ring: a segment, and bytes in it           */
-};
 
 struct gck_offloaded {
     gck_offloader       *offloader;
     gck_offloaded       *older, *newer;          /* of all, in the order in which they were taken      */
-    gck_offloaded       *next_held;
+    int64_t              number;                 /* in that order                                      */
     int64_t              nbytes, size;           /* size: in the ring                                  */
     int64_t              ring;                   /* its part of it; -1: none                           */
     gck_event           *last;                   /* owned: its last use of that; NULL: it has none     */
@@ -33,11 +30,11 @@ struct gck_offloader {
     gck_byte_store       *store;
     gck_offloader_options options;
     void                 *out, *in;              /* streams                                            */
-    gck_ranges            ring;
-    char                 *segments[SEGMENTS];
-    int                   nsegments;
-    gck_offloaded        *oldest, *newest, *held, *last_held;
-    int64_t               bytes_held, bytes_taken;
+    gck_ring              ring;
+    gck_offloaded        *oldest, *newest;
+    gck_offloaded        *held;                  /* none before it is held; NULL: none is              */
+    int64_t               taken;                 /* so far                                             */
+    int64_t               bytes_held;
     gck_offloader_figures figures;
 };
 
@@ -52,7 +49,7 @@ static int  unlock(gck_offloader *o, int status)
 
 void *gck_offloaded_memory(const gck_offloaded *b)
 {
-    return b->offloader->segments[b->ring >> SEGMENT_BITS] + (b->ring & (((int64_t)1 << SEGMENT_BITS) - 1));
+    return gck_ring_memory(&b->offloader->ring, b->ring);
 }
 
 /* Everything on this stream up to now may use its part of the ring.  0 or a status. */
@@ -68,23 +65,19 @@ static void leave_ring(gck_offloaded *b)
 
     b->last = NULL;
     if (b->ring >= 0) {
-        o->bytes_taken -= b->size;
         o->figures.ring_lost += last->lost ? b->size : 0;
-        gck_ranges_give(&o->ring, b->ring, b->size, last);
+        gck_ring_give(&o->ring, b->ring, b->size, last);
     } else {
         gck_event_give(last);
     }
     b->ring = -1;
 }
 
-/* Not for one that is read now. */
-static int may_leave(const gck_offloaded *b) { return b->ring >= 0 && b->copied && b->readers == 0; }
-
 /* Free the part of one that was copied in ahead: the oldest, which is read last.  1, or 0: there is none. */
 static int evict(gck_offloader *o)
 {
     for (gck_offloaded *b = o->oldest; b != NULL; b = b->newer) {
-        if (may_leave(b)) {
+        if (b->ring >= 0 && b->copied && b->readers == 0) {
             leave_ring(b);
             return 1;
         }
@@ -95,117 +88,74 @@ static int evict(gck_offloader *o)
 static int take_ring(gck_offloaded *b, void *stream)
 {
     gck_offloader *o = b->offloader;
-    int status;
 
     b->last = b->last != NULL ? b->last : gck_event_take(&o->on);
     if (b->last == NULL) {                       /* before work is queued, which it could not stand for */
         return GCK_STORE_DEVICE;
     }
-    b->ring = gck_ranges_take(&o->ring, b->size, &stream, &status);
+    b->ring = gck_ring_take(&o->ring, b->size, stream);
     if (b->ring < 0) {
         const int refused = b->ring == -2;
         b->ring = -1;
         return refused ? GCK_STORE_DEVICE : GCK_STORE_RING;
     }
-    o->bytes_taken += b->size;
-    o->figures.ring_peak = o->bytes_taken > o->figures.ring_peak ? o->bytes_taken : o->figures.ring_peak;
     return 0;
 }
 
 int64_t gck_offloader_wants(gck_offloader *o, int64_t nbytes, int payloads)
 {
-    const int64_t wanted = (nbytes + UNIT - 1) / UNIT * UNIT * payloads;
-
     lock(o);
-    const int64_t more = o->nsegments < SEGMENTS ? wanted - o->figures.ring : 0;
+    const int64_t more = gck_ring_wants(&o->ring, nbytes, payloads);
     unlock(o, 0);
-    return more > 0 ? more : 0;
+    return more;
 }
 
 int gck_offloader_add(gck_offloader *o, void *memory, int64_t nbytes, void *stream)
 {
     gck_event *last;
-    int status = 0;
+    int status = GCK_STORE_DEVICE;
 
     lock(o);
-    last = o->nsegments < SEGMENTS ? gck_event_take(&o->on) : NULL;
-    if (last == NULL || gck_event_record(last, stream) != GCK_OK
-        || gck_ranges_add(&o->ring, (int64_t)o->nsegments << SEGMENT_BITS, nbytes / UNIT * UNIT, last) < 0) {
+    last = gck_event_take(&o->on);
+    if (last != NULL && gck_event_record(last, stream) != GCK_OK) {
         gck_event_give(last);
-        status = GCK_STORE_DEVICE;
-    } else {
-        o->segments[o->nsegments++] = memory;
-        o->figures.ring += nbytes;
+    } else if (last != NULL && gck_ring_add(&o->ring, memory, nbytes, last) == 0) {
+        status = 0;
     }
     return unlock(o, status);
 }
 
 /* ---- copies ---- */
 
-/* Copy so many bytes, from byte `from` of the store's on, between device and store: in parts that are pinned as one.
- * The store's memory gets its event first.  0 or a status. */
+/* Queue a copy, and count it.  0 or a status. */
 static int copy_parts(gck_offloaded *b, int64_t from, int64_t nbytes, void *device, void *stream, int out)
 {
     gck_offloader *o = b->offloader;
-    const gck_link *link = o->on.link;
-    char *host = (char *)gck_byte_store_memory(b->item) + from, *near = device;
-    const int64_t offset = from + (b->item->past == NULL ? b->item->memory : 0);
-    int status = GCK_OK;
+    const gck_transfer what = {&o->on, b->item, b->last, from, nbytes, device, out};
 
-    b->item->last = b->item->last != NULL ? b->item->last : gck_event_take(&o->on);
-    if (b->item->last == NULL) {
-        return GCK_STORE_DEVICE;
-    }
-    for (int64_t at = 0, n; at < nbytes && status == GCK_OK; at += n) {
-        n = GCK_STORE_CHUNK - (offset + at) % GCK_STORE_CHUNK;
-        n = n < nbytes - at ? n : nbytes - at;
-        status = out ? link->copy_out(o->on.index, stream, host + at, near + at, n)
-                     : link->copy_in(o->on.index, stream, near + at, host + at, n);
-        if (status != GCK_OK && at > 0) {        /* the parts before it are queued */
-            gck_event_lose(b->item->last);
-            if (b->last != NULL) {
-                gck_event_lose(b->last);
-            }
-        }
-    }
     *(out ? &o->figures.bytes_out : &o->figures.bytes_in) += nbytes;
     ++*(out ? &o->figures.copies_out : &o->figures.copies_in);
-    return gck_linked_said(&o->on, status) == GCK_OK ? 0 : GCK_STORE_DEVICE;
+    return gck_transfer_queue(&what, stream);
 }
 
-/* A copy on this stream is the last use of its memory in the store.  0 or a status. */
-static int flies(gck_offloaded *b, void *stream)
-{
-    if (gck_event_record(b->item->last, stream) != GCK_OK) {
-        return GCK_STORE_DEVICE;
-    }
-    gck_store_flies(b->item);
-    return 0;
-}
-
-/* It is not held any more. */
 static void unhold(gck_offloaded *b)
 {
     gck_offloader *o = b->offloader;
-    gck_offloaded **link = &o->held, *before = NULL;
 
-    while (*link != b) {
-        before = *link;
-        link = &before->next_held;
-    }
-    *link = b->next_held;
-    o->last_held = o->last_held == b ? before : o->last_held;
-    o->bytes_held -= b->size;
+    o->held = o->held == b ? b->newer : o->held;
+    o->bytes_held -= b->held ? b->size : 0;
     b->held = 0;
 }
 
 /* Borrowed: the oldest that is held and not read now; NULL: none. */
-static gck_offloaded *oldest_held(const gck_offloader *o)
+static gck_offloaded *oldest_held(gck_offloader *o)
 {
+    while (o->held != NULL && !o->held->held) {
+        o->held = o->held->newer;
+    }
     gck_offloaded *b = o->held;
-
-    while (b != NULL && b->readers > 0) {
-        b = b->next_held;
+    while (b != NULL && (!b->held || b->readers > 0)) {
+        b = b->newer;
     }
     return b;
 }
@@ -223,7 +173,7 @@ static int copy_out(gck_offloaded *b)
         return GCK_STORE_DEVICE;
     }
     used = used_by(b, out);
-    if (flies(b, out) != 0) {
+    if (gck_transfer_end(b->item, out) != 0) {
         return GCK_STORE_DEVICE;
     }
     b->copied = 1;
@@ -242,7 +192,7 @@ static int copy_in(gck_offloaded *b)
         || copy_parts(b, 0, b->nbytes, gck_offloaded_memory(b), o->in, 0) != 0) {
         status = GCK_STORE_DEVICE;
     } else {
-        flown = flies(b, o->in);
+        flown = gck_transfer_end(b->item, o->in);
         used = used_by(b, o->in);                /* also where that failed: the copy is queued */
         status = flown != 0 ? flown : used;
     }
@@ -253,15 +203,6 @@ static int copy_in(gck_offloaded *b)
 }
 
 /* ---- writing ---- */
-
-static void append(gck_offloaded *b)
-{
-    gck_offloader *o = b->offloader;
-
-    b->older = o->newest;
-    *(o->newest != NULL ? &o->newest->newer : &o->oldest) = b;
-    o->newest = b;
-}
 
 /* Take a part of the ring; copies out, then what was copied in ahead, make room.  0 or a status. */
 static int make_room(gck_offloaded *b, void *stream)
@@ -301,26 +242,23 @@ static int reserve(gck_offloaded *b)
 
 int gck_offloader_take(gck_offloader *o, int64_t nbytes, void *stream, gck_offloaded **bytes)
 {
-    gck_offloaded *b = calloc(1, sizeof *b);
+    gck_offloaded *b;
     int status;
 
     *bytes = NULL;
-    if (b == NULL) {
-        return GCK_STORE_NO_MEMORY;
+    if (o->store->process != getpid() || (b = calloc(1, sizeof *b)) == NULL) {
+        return o->store->process != getpid() ? GCK_STORE_FORKED : GCK_STORE_NO_MEMORY;
     }
-    if (o->store->process != getpid()) {
-        free(b);
-        return GCK_STORE_FORKED;
-    }
-    *b = (gck_offloaded){.offloader = o, .nbytes = nbytes, .size = (nbytes + UNIT - 1) / UNIT * UNIT,
-                         .ring = -1, .stream = stream};
+    *b = (gck_offloaded){.offloader = o, .nbytes = nbytes, .size = gck_ring_size(nbytes), .ring = -1, .stream = stream};
     lock(o);
     status = make_room(b, stream);
     o->figures.misses_out += status == GCK_STORE_RING;
     status = status == 0 ? reserve(b) : status;
     if (status == 0) {
-        append(b);
-        *bytes = b;
+        b->older = o->newest;
+        *(o->newest != NULL ? &o->newest->newer : &o->oldest) = b;
+        b->number = o->taken++;
+        o->newest = *bytes = b;
     } else {
         leave_ring(b);
         free(b);
@@ -331,18 +269,16 @@ int gck_offloader_take(gck_offloader *o, int64_t nbytes, void *stream, gck_offlo
 int gck_offloaded_written(gck_offloaded *b, void *stream)
 {
     gck_offloader *o = b->offloader;
-    const int64_t most = o->options.held >= 0 ? o->options.held : o->figures.ring / 3;
+    const int64_t most = o->options.held >= 0 ? o->options.held : o->ring.nbytes / 3;
     int status;
 
     lock(o);
     status = used_by(b, stream);
     b->written = 1;
     if (status == 0) {
-        b->held = 1;
-        b->next_held = NULL;
-        *(o->last_held != NULL ? &o->last_held->next_held : &o->held) = b;
-        o->last_held = b;
+        o->held = o->held == NULL || b->number < o->held->number ? b : o->held;
         o->bytes_held += b->size;
+        b->held = 1;
     }
     for (gck_offloaded *held; status == 0 && o->bytes_held > most && (held = oldest_held(o)) != NULL;) {
         status = copy_out(held);
@@ -428,9 +364,7 @@ static void free_bytes(gck_offloaded *b)
 {
     gck_offloader *o = b->offloader;
 
-    if (b->held) {
-        unhold(b);
-    }
+    unhold(b);
     *(b->older != NULL ? &b->older->newer : &o->oldest) = b->newer;
     *(b->newer != NULL ? &b->newer->older : &o->newest) = b->older;
     if (b->ring >= 0 && !b->written) {           /* an error came between: some of that work may be queued */
@@ -475,7 +409,7 @@ int gck_offloaded_copy(gck_offloaded *b, int64_t from, int64_t nbytes, void *to,
         const gck_event *last = b->item->last;
         status = last != NULL && GCK_EDGE(GCK_EDGE_READ_PAST, gck_event_wait(last, stream), GCK_OK) != GCK_OK
               ? GCK_STORE_DEVICE : copy_parts(b, from, nbytes, to, stream, 0);
-        status = status == 0 ? flies(b, stream) : status;
+        status = status == 0 ? gck_transfer_end(b->item, stream) : status;
         gck_store_release(b->item);
     }
     return unlock(o, status);
@@ -518,8 +452,7 @@ void gck_offloader_free(gck_offloader *o)
     }
     lock(o);
     gck_store_settle(o->store, &o->on);
-    gck_ranges_finish(&o->ring);
-    gck_ranges_clear(&o->ring);
+    gck_ring_clear(&o->ring);
     unlock(o, 0);
     for (int i = 0; i < 2; i++) {
         void *stream = i == 0 ? o->out : o->in;
@@ -541,7 +474,7 @@ int gck_offloader_new(const gck_link *link, int index, gck_byte_store *store, co
         return GCK_STORE_NO_MEMORY;
     }
     *o = (gck_offloader){.on = {.link = link, .index = index}, .store = store, .options = *options,
-                         .ring = {.edge = GCK_EDGE_RING}};
+                         .ring = {.ranges = {.edge = GCK_EDGE_RING}}};
     if (gck_linked_said(&o->on, link->stream_new(index, &o->out)) != GCK_OK
         || gck_linked_said(&o->on, link->stream_new(index, &o->in)) != GCK_OK) {
         return GCK_STORE_DEVICE;                 /* the caller asks for the status, and frees it */
@@ -553,15 +486,15 @@ int gck_offloader_new(const gck_link *link, int index, gck_byte_store *store, co
 }
 
 gck_offloader *gck_offloaded_of(const gck_offloaded *b) { return b->offloader; }
-
 int64_t gck_offloaded_nbytes(const gck_offloaded *b) { return b->nbytes; }
-
 int gck_offloader_status(const gck_offloader *o) { return o->on.status; }
 
 void gck_offloader_read_figures(gck_offloader *o, gck_offloader_figures *figures)
 {
     lock(o);
     *figures = o->figures;
-    figures->ring_used = o->bytes_taken;
+    figures->ring = o->ring.nbytes;
+    figures->ring_used = o->ring.taken;
+    figures->ring_peak = o->ring.peak;
     unlock(o, 0);
 }

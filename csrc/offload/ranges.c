@@ -8,7 +8,7 @@
 static int reserve(gck_ranges *ranges)
 {
     const int64_t wanted = ranges->n + ranges->space.taken + 2;
-    gck_given *given = ranges->given;
+    gck_range_given *given = ranges->given;
 
     if (wanted > ranges->room) {
         given = realloc(given, (size_t)(2 * wanted) * sizeof *given);
@@ -27,7 +27,7 @@ static void forget(gck_ranges *ranges, int64_t i)
     memmove(ranges->given + i, ranges->given + i + 1, (size_t)(ranges->n - i) * sizeof *ranges->given);
 }
 
-static void let_take(gck_ranges *ranges, gck_given *given)
+static void let_take(gck_ranges *ranges, gck_range_given *given)
 {
     if (!given->in_space) {
         gck_space_give(&ranges->space, given->offset, given->nbytes);
@@ -51,7 +51,7 @@ static int wait_for(const gck_ranges *ranges, int64_t offset, int64_t nbytes, vo
     int status = GCK_OK;
 
     for (int64_t i = 0; i < ranges->n && status == GCK_OK; i++) {
-        const gck_given *given = &ranges->given[i];
+        const gck_range_given *given = &ranges->given[i];
         if (given->in_space && given->offset < offset + nbytes && offset < given->offset + given->nbytes) {
             status = GCK_EDGE(ranges->edge, stream != NULL ? gck_event_wait(given->last, *stream)
                                                            : gck_event_finish(given->last), GCK_OK);
@@ -81,6 +81,18 @@ int64_t gck_ranges_take(gck_ranges *ranges, int64_t nbytes, void *const *stream,
     return offset;
 }
 
+/* Earlier uses that the last one of this part came after: whoever took it waited for them. */
+static void supersede(gck_ranges *ranges, int64_t offset, int64_t nbytes)
+{
+    for (int64_t i = ranges->n; i-- > 0;) {
+        const gck_range_given *given = &ranges->given[i];
+        if (given->in_space && offset <= given->offset && given->offset + given->nbytes <= offset + nbytes) {
+            gck_event_give(given->last);
+            forget(ranges, i);
+        }
+    }
+}
+
 void gck_ranges_give(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_event *last)
 {
     if (last != NULL && last->lost) {
@@ -89,7 +101,8 @@ void gck_ranges_give(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_eve
         gck_space_give(&ranges->space, offset, nbytes);
         gck_event_give(last);
     } else {
-        ranges->given[ranges->n++] = (gck_given){offset, nbytes, last, 0};
+        supersede(ranges, offset, nbytes);
+        ranges->given[ranges->n++] = (gck_range_given){offset, nbytes, last, 0};
     }
 }
 
@@ -99,7 +112,7 @@ int gck_ranges_add(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_event
         return -1;
     }
     if (last != NULL) {
-        ranges->given[ranges->n++] = (gck_given){offset, nbytes, last, 1};
+        ranges->given[ranges->n++] = (gck_range_given){offset, nbytes, last, 1};
     }
     return 0;
 }
@@ -114,16 +127,16 @@ int gck_ranges_wait(const gck_ranges *ranges)
     return i < ranges->n;
 }
 
-gck_given gck_ranges_oldest(gck_ranges *ranges)
+gck_range_given gck_ranges_oldest(gck_ranges *ranges)
 {
     for (int64_t i = 0; i < ranges->n; i++) {
-        const gck_given found = ranges->given[i];
+        const gck_range_given found = ranges->given[i];
         if (!found.in_space) {
             forget(ranges, i);
             return found;
         }
     }
-    return (gck_given){.offset = -1};
+    return (gck_range_given){.offset = -1};
 }
 
 void gck_ranges_finish(gck_ranges *ranges)

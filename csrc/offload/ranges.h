@@ -14,12 +14,12 @@ typedef struct {
     int64_t    offset, nbytes;
     gck_event *last;             /* owned                                                     */
     int        in_space;         /* it may be taken, by who waits for `last`                  */
-} gck_given;
+} gck_range_given;
 
 /* One that is all zero has no room. */
 typedef struct {
     gck_space  space;
-    gck_given *given;            /* in the order in which they were                           */
+    gck_range_given *given;            /* in the order in which they were                           */
     int64_t    n, room;
     int        edge;             /* the number of the order that a taker gets (edge.h)        */
 } gck_ranges;
@@ -39,7 +39,7 @@ int gck_ranges_add(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_event
 int gck_ranges_wait(const gck_ranges *ranges);
 
 /* The oldest use that is not done, taken out: the caller waits for it and gives the part back.  offset -1: none. */
-gck_given gck_ranges_oldest(gck_ranges *ranges);
+gck_range_given gck_ranges_oldest(gck_ranges *ranges);
 
 /* Wait for all uses that are not done. */
 void gck_ranges_finish(gck_ranges *ranges);

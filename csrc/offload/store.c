@@ -5,6 +5,9 @@
 #include "offload/store.h"
 
 #include "offload/store_parts.h"
+#include "offload/store_queue.h"
+#include "offload/store_room.h"
+#include "offload/store_threads.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -272,17 +275,6 @@ int gck_store_hold(gck_byte_store_item *item, int wait)
     store->figures.from_memory += !waited && item->past == NULL;
     prefetch(store, item);
     return 0;
-}
-
-void gck_store_release(gck_byte_store_item *item)
-{
-    gck_byte_store *store = item->store;
-
-    if (--item->holds == 0) {
-        gck_store_free_past(item);
-        pthread_cond_broadcast(&store->done);
-    }
-    gck_store_free_if_dropped(item);
 }
 
 int gck_byte_store_hold(gck_byte_store_item *item)

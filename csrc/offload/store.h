@@ -9,10 +9,8 @@
 #define GRADCKPT_STORE_H
 
 #include "offload/file.h"
+#include "offload/store_figures.h"
 #include "offload/store_status.h"
-
-typedef struct gck_byte_store gck_byte_store;
-typedef struct gck_byte_store_item gck_byte_store_item;
 
 typedef struct {
     int64_t memory;              /* bytes, of which the store writes nothing until half are used */
@@ -21,17 +19,6 @@ typedef struct {
     const char *directory;       /* NULL: there is no file                                       */
     const gck_file_calls *calls; /* NULL: the system's                                           */
 } gck_byte_store_options;
-
-typedef struct {
-    int64_t memory, memory_used, memory_peak;     /* bytes                                       */
-    int64_t memory_taken, pinned, pin_calls;      /* from the system; of it; by so many calls    */
-    int64_t file_used, file_peak;
-    int64_t written, read;
-    int64_t write_ns, read_ns;                    /* in which some thread wrote; read            */
-    int64_t puts, gets, from_memory;              /* calls; of the gets                          */
-    int64_t waits_put, waits_get;                 /* calls that waited                           */
-    int     write_error;                          /* why nothing is written any more; 0: it is   */
-} gck_byte_store_figures;
 
 /* 0 and *store; else why not. */
 int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **store);
@@ -62,5 +49,14 @@ void gck_byte_store_drop(gck_byte_store_item *item);
 int64_t gck_byte_store_nbytes(const gck_byte_store_item *item);
 
 void gck_byte_store_read_figures(gck_byte_store *store, gck_byte_store_figures *figures);
+
+/* ---- for this room, with the lock (store_parts.h) ---- */
+
+/* As gck_byte_store_reserve(), for a device. */
+int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream, gck_byte_store_item **item);
+
+/* As gck_byte_store_hold(); wait 0: GCK_STORE_BUSY when its bytes have to be read, which begins. */
+int  gck_store_hold(gck_byte_store_item *item, int wait);
+void gck_store_drop(gck_byte_store_item *item);
 
 #endif

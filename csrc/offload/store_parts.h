@@ -14,8 +14,10 @@
 #ifndef GRADCKPT_STORE_PARTS_H
 #define GRADCKPT_STORE_PARTS_H
 
+#include "offload/file.h"
 #include "offload/ranges.h"
-#include "offload/store.h"
+#include "offload/store_figures.h"
+#include "offload/store_status.h"
 
 #include <pthread.h>
 #include <unistd.h>
@@ -79,56 +81,5 @@ struct gck_byte_store {
 };
 
 static inline int gck_store_has_file(const gck_byte_store *store) { return store->file.fd >= 0; }
-
-/* ---- all of these with the lock ---- */
-
-/* store_room.c */
-
-/* Take memory for it, for work on *stream (NULL: the host's), but not that of any from `end` on (NULL: of any).  0; -1:
- * only what is being moved could give some; -2: nothing could; or a device's status. */
-int gck_store_take(gck_byte_store *store, gck_byte_store_item *item, const gck_byte_store_item *end,
-                   void *const *stream);
-
-/* Give its memory back, after the device's last use of it. */
-void gck_store_give(gck_byte_store_item *item);
-
-/* Have the oldest written that are in memory alone, until so many bytes may stay so. */
-void gck_store_write_down_to(gck_byte_store *store, int64_t most);
-
-/* Free its bytes past the store's memory if no caller and no device has them. */
-void gck_store_free_past(gck_byte_store_item *item);
-
-/* Free it if it was dropped and no thread and no device has it. */
-void gck_store_free_if_dropped(gck_byte_store_item *item);
-
-/* A device was given work that reads or writes its memory: item->last was recorded after it. */
-void gck_store_flies(gck_byte_store_item *item);
-
-/* Those of which the device is done are here. */
-void gck_store_poll(gck_byte_store *store);
-
-/* Wait until something moved: without the lock meanwhile.  What a device refuses to wait for is lost (event.h). */
-void gck_store_await(gck_byte_store *store);
-
-/* Wait for all that devices do with its memory, and until no item has an event of this one: its items were dropped. */
-void gck_store_settle(gck_byte_store *store, const gck_linked *on);
-
-/* store.c */
-
-/* As gck_byte_store_reserve(), for a device. */
-int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream, gck_byte_store_item **item);
-
-/* As gck_byte_store_hold(); wait 0: GCK_STORE_BUSY when its bytes have to be read, which begins. */
-int  gck_store_hold(gck_byte_store_item *item, int wait);
-void gck_store_release(gck_byte_store_item *item);
-void gck_store_drop(gck_byte_store_item *item);
-
-/* store_threads.c */
-
-/* What a thread of the store does; the argument is the store. */
-void *gck_store_run(void *store);
-
-/* Give them a job. */
-void gck_store_push(gck_store_queue *queue, gck_byte_store_item *item);
 
 #endif

@@ -1,5 +1,7 @@
 /* store_room.c: the memory of a store, and what leaves it. */
-#include "offload/store_parts.h"
+#include "offload/store_room.h"
+
+#include "offload/store_queue.h"
 
 #include <stdlib.h>
 
@@ -77,8 +79,8 @@ static int evict(gck_byte_store *store, const gck_byte_store_item *end)
     return 0;
 }
 
-/* Will memory for `wanted` be given without a call of this thread?  Who reserves on the host fills and holds nothing else;
- * who reads may hold several. */
+/* Will memory for `wanted` be given without a call of this thread?  Who reserves on the host fills and holds nothing
+ * else; who reads may hold several. */
 static int something_moves(const gck_byte_store *store, const gck_byte_store_item *wanted)
 {
     const gck_byte_store_item *item = store->oldest;
@@ -186,6 +188,17 @@ void gck_store_free_if_dropped(gck_byte_store_item *item)
     }
 }
 
+void gck_store_release(gck_byte_store_item *item)
+{
+    gck_byte_store *store = item->store;
+
+    if (--item->holds == 0) {
+        gck_store_free_past(item);
+        pthread_cond_broadcast(&store->done);
+    }
+    gck_store_free_if_dropped(item);
+}
+
 void gck_store_flies(gck_byte_store_item *item)
 {
     gck_byte_store *store = item->store;
@@ -243,7 +256,7 @@ static void finish_without_lock(gck_byte_store *store, gck_event *event)
 
 void gck_store_await(gck_byte_store *store)
 {
-    gck_given given = gck_ranges_oldest(&store->ranges);
+    gck_range_given given = gck_ranges_oldest(&store->ranges);
 
     if (given.offset >= 0) {
         finish_without_lock(store, given.last);

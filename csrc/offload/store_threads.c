@@ -1,24 +1,10 @@
 /* store_threads.c: threads that move bytes between the memory of a store and its file. */
-#include "offload/store_parts.h"
+#include "offload/store_threads.h"
+
+#include "offload/store_queue.h"
+#include "offload/store_room.h"
 
 #include <time.h>
-
-void gck_store_push(gck_store_queue *queue, gck_byte_store_item *item)
-{
-    item->next_job = NULL;
-    *(queue->last != NULL ? &queue->last->next_job : &queue->first) = item;
-    queue->last = item;
-}
-
-static gck_byte_store_item *pop(gck_store_queue *queue)
-{
-    gck_byte_store_item *item = queue->first;
-
-    if (item != NULL && (queue->first = item->next_job) == NULL) {
-        queue->last = NULL;
-    }
-    return item;
-}
 
 static void wrote(gck_byte_store_item *item, int status)
 {
@@ -85,8 +71,8 @@ void *gck_store_run(void *argument)
 
     pthread_mutex_lock(&store->lock);
     for (;;) {
-        gck_byte_store_item *item = pop(&store->reads);      /* someone may wait for it */
-        item = item != NULL ? item : pop(&store->writes);
+        gck_byte_store_item *item = gck_store_pop(&store->reads);      /* someone may wait for it */
+        item = item != NULL ? item : gck_store_pop(&store->writes);
         if (item != NULL && item->dropped) {     /* its bytes are not wanted any more */
             item->at = item->at == GCK_WRITING ? GCK_COPIED : GCK_AWAY;
             gck_store_free_if_dropped(item);

@@ -14,7 +14,7 @@ SANITIZERS = {"address": ("-fsanitize=address,undefined",), "thread": ("-fsaniti
 LEAVE_OUT = ("-DGCK_LEAVE_OUT_EDGES",)
 OPTIONS = ("-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", f"-I{HELPERS}")
 WARNINGS = ("-Wno-missing-field-initializers",)  # as in setup.py
-STORE = ("store", "store_room", "store_threads", "store_status", "file", "space", "ranges", "event")
+STORE = ("store", "store_room", "store_queue", "store_threads", "store_status", "file", "space", "ranges", "event")
 
 
 @functools.cache
@@ -23,7 +23,7 @@ def _folder():
 
 
 @functools.cache
-def program(name, *options, sources=(*STORE, "offloader")):
+def program(name, *options, sources=(*STORE, "offloader", "ring", "transfer")):
     """The path of helpers/NAME.c as a program, built once per process."""
     gcc = shutil.which("gcc")
     if gcc is None:

@@ -176,7 +176,7 @@ static void ranges_run(uint64_t seed)
             int status = 0;
             while ((offset = gck_ranges_take(&ranges, size, stream != NULL ? &stream : NULL, &status)) < 0
                    && gck_ranges_wait(&ranges)) {        /* the host waits for the oldest, by and by */
-                gck_given given = gck_ranges_oldest(&ranges);
+                gck_range_given given = gck_ranges_oldest(&ranges);
                 different += stream != NULL;             /* a stream never has to */
                 gck_event_finish(given.last);
                 gck_ranges_give(&ranges, given.offset, given.nbytes, given.last);

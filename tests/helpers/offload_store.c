@@ -7,6 +7,7 @@
  * "flip" (a read gives less, or one other bit), "forever": this call and all after it set ENOSPC; "full": so do writes
  * from there on.  Prints figures. */
 #define _GNU_SOURCE
+#include "offload/store.h"
 #include "offload/store_parts.h"
 
 #include <errno.h>
