@@ -46,6 +46,14 @@ def test_each_call_of_the_device_may_fail(seed, times):
     assert found["checked"] > 0
 
 
+@pytest.mark.parametrize("seed", [57, 60])
+def test_more_calls_of_the_device_may_fail(seed):
+    """The same for one call in seven, without a sanitizer."""
+    (found,) = lines_of(program("offload_link", *LEAVE_OUT), "fail", seed, 7, "once")
+    assert found["wrong"] == found["races"] == found["bad_figures"] == 0
+    assert found["errors"] > 0
+
+
 def test_each_edge_is_necessary():
     """In a scenario for each, what has no order then gives wrong bytes, and is found as a race."""
     found = lines_of(program("offload_edges", *SANITIZERS["address"], *LEAVE_OUT))
