@@ -141,7 +141,10 @@ static int have_device(place_object *self, int device, place_of_device **found, 
     status = gck_offloader_new(kind->link, gck_device_index(device), self->store, &options, &made->offloader);
     if (status != 0) {                           /* with the GIL: no other thread makes it */
         *why = made->offloader != NULL ? text_of(made->offloader, device, status) : gck_byte_store_text(status);
-        Py_CLEAR(made->memory);                  /* what it has of the device stays: that failed */
+        Py_CLEAR(made->memory);
+        if (made->offloader != NULL) {
+            gck_offloader_free(made->offloader);
+        }
         return 0;
     }
     self->n++;
@@ -429,7 +432,8 @@ static int figures_of_device(PyObject *into, gck_offloader *offloader)
         || add_figures(into, "bytes_in", f.bytes_in) < 0 || add_figures(into, "copies_out", f.copies_out) < 0
         || add_figures(into, "copies_in", f.copies_in) < 0 || add_figures(into, "read_in_ring", f.read_in_ring) < 0
         || add_figures(into, "prefetched", f.prefetched) < 0 || add_figures(into, "misses_out", f.misses_out) < 0
-        || add_figures(into, "misses_in", f.misses_in) < 0 ? -1 : 0;
+        || add_figures(into, "misses_in", f.misses_in) < 0
+        || add_figures(into, "ring_lost", f.ring_lost) < 0 ? -1 : 0;
 }
 
 static PyObject *place_figures(PyObject *op, PyObject *unused)

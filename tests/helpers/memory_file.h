@@ -12,7 +12,7 @@ static struct {
     pthread_mutex_t lock;
     char           *bytes;
     size_t          size;
-    long            writes, reads;
+    _Atomic long    writes, reads;
 } m = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static int m_open(const char *directory)
