@@ -154,7 +154,8 @@ def _caller(block: Module, option: Option, forward: Callable[..., Any]) -> Calla
     settings = option.settings()
     if settings is None:
         return forward
-    region = Region(block, settings, RankCheck("", {}), None)
+    place = settings.pop("offload", None)
+    region = Region(block, settings, RankCheck("", {}), place)
     return lambda *args, **kwargs: region.run(block, forward, args, kwargs)
 
 
