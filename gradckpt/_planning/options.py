@@ -48,6 +48,11 @@ class Option:
         """False: what autograd saves is kept."""
         return not isinstance(self.rule, str) and bool(self.rule.get("recompute", True))
 
+    @property
+    def encodes(self) -> bool:
+        """True if payloads are compressed."""
+        return not isinstance(self.rule, str) and self.rule.get("compress") not in (None, False, "raw")
+
     def without_policy(self) -> str:
         """Return what the option does beside its policy, as text."""
         if isinstance(self.rule, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -16,13 +17,28 @@ from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose,
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.needed_memory import memory_use
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
-from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of, outside_of
+from gradckpt._planning.placement import Call, Placement, placed_by_block
+from gradckpt._planning.region_plan import Offloaded, Plan, PlannedRegion, digest_of, outside_of
 from gradckpt._planning.sharded import class_of, named_modules, parameters_before
 from gradckpt._planning.step_trace import StepTrace, total
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes
 
 __all__ = ["NoPlan", "StepProfile"]
+
+#: More bytes than any budget has.
+_NEVER = 1 << 59
+
+#: Prices of placed bytes that plans are made for, in parts of what they take on a busy link; and
+#: seconds of a region that should place none.
+_PRICES, _DEAR = (0.125, 0.25, 0.5, 1.0), 1e4
+
+#: A part of a step's time for which waiting does not count.
+_HIDDEN = 0.005
+
+
+def _priced(size: int, price: float) -> float:
+    return 0.0 if not size or not price else _DEAR if price == math.inf else price * size
 
 
 class NoPlan(ValueError):
@@ -64,6 +80,7 @@ class StepProfile(abc.ABC):
     the regions, and ``step_seconds``: of the step with exact recomputing; set before a plan is
     made. ``weights``: of the squares of the blocks' errors, which sum up to that of the step's.
     ``estimated``: these times come from a data sheet. ``hints``: as in :class:`Plan`.
+    ``placement``: where payloads may live, None: on their device.
     """
 
     estimated = False
@@ -72,8 +89,15 @@ class StepProfile(abc.ABC):
     device_blocks: Sequence[int] | None = None
     hints: Mapping[str, Sequence[str]] = IN_PYTHON
 
-    def __init__(self, model: Module, blocks: Sequence[Module], options: Sequence[Option]) -> None:
+    def __init__(
+        self,
+        model: Module,
+        blocks: Sequence[Module],
+        options: Sequence[Option],
+        placement: Placement | None = None,
+    ) -> None:
         self.model = model
+        self.placement = placement
         self.blocks = list(blocks)
         self.options = list(options)
         self._names = {id(module): name for name, module in named_modules(model).items()}
@@ -85,16 +109,20 @@ class StepProfile(abc.ABC):
         if self._depends:
             self.largest = {option: self.largest_of([option] * len(self.blocks)) for option in self.options}
         self.calls = self.chain().calls
+        self._places = {o: placed_by_block(trace.segments) for o, trace in self.traces.items() if trace.placed}
+        self._waits: dict[Choice, float] = {}  # seconds
         self.costs: CostSource | None = None
         self.step_seconds = 0.0
         self.weights = [1.0] * len(self.blocks)
 
     def _distinct(self) -> list[Option]:
         """Return the options without those that do the same here as one before: whose policies find
-        nothing, or nothing more.
+        nothing, or nothing more, or whose payloads get no place.
         """
         found: dict[Any, Option] = {}
         for option in self.options:
+            if option.place is not None and not self.traces[option].placed:
+                continue
             work = tuple((each.name, each.times, total(each.work)) for each in self.traces[option].segments)
             found.setdefault((option.without_policy(), work), option)
         return list(found.values())
@@ -110,6 +138,10 @@ class StepProfile(abc.ABC):
     def largest_of(self, options: Sequence[Option]) -> StepTrace:
         """Return the step that needs most, whatever experts tokens choose."""
         return self.trace(options, concentrated=self._depends)
+
+    def _noted(self, trace: StepTrace, options: Sequence[Option]) -> StepTrace:
+        """Note in a trace what a place takes, which each trace of a plan has."""
+        return trace if self.placement is None else self.placement.note(trace, options)
 
     def setting(self, options: Sequence[Option], blocks: Sequence[Module] | None = None) -> Setting:
         """Return the setting of the model with an option for each block."""
@@ -130,16 +162,22 @@ class StepProfile(abc.ABC):
         return self.largest_of(self.of_choice(choice))
 
     def lift(self, trace: StepTrace) -> int:
-        """Return the bytes that the device's allocator needs beyond the peak of a step."""
+        """Return the bytes that the device's allocator needs beyond the peak of a step, those of a
+        ring included.
+        """
         if self.device_blocks is None:
-            return 0
+            return trace.ring
         if trace.lift is None:
-            needed = int(memory_use(trace.segments, self.device_blocks)["needed"])
+            needed = int(memory_use(trace.segments, [*self.device_blocks, trace.ring])["needed"])
             trace.lift = needed - sum(self.device_blocks) - trace.peak().size
         return trace.lift
 
     def size_of(self, trace: StepTrace) -> int:
-        """Return the bytes that count in a budget, above what is there during the whole step."""
+        """Return the bytes that count in a budget, above what is there during the whole step; more
+        than any budget where the host has no room for what is placed there.
+        """
+        if self.placement is not None and not self.placement.holds(trace):
+            return _NEVER
         return trace.peak().size + self.lift(trace)
 
     # ---- costs
@@ -150,8 +188,29 @@ class StepProfile(abc.ABC):
         return found if found is not None else Cost(0.0, 0.0)
 
     def seconds(self, choice: Choice) -> float:
-        """Return the seconds of all calls."""
-        return sum(self.cost(block, self.options[o]).seconds for block, o in zip(self.calls, choice, strict=True))
+        """Return the seconds of all calls, and for which they wait for a place."""
+        busy = sum(self.cost(block, self.options[o]).seconds for block, o in zip(self.calls, choice, strict=True))
+        return busy + self.waits(choice)
+
+    def waits(self, choice: Choice) -> float:
+        """Return the seconds for which a step waits for a place, by simulation."""
+        if self.placement is None or not any(self._placed(*each)[0] for each in zip(self.calls, choice, strict=True)):
+            return 0.0
+        if choice not in self._waits:
+            self._waits[choice] = self.placement.exposed([*map(self._call, self.calls, choice)])
+        return self._waits[choice]
+
+    def _placed(self, block: int, option: int) -> tuple[int, int]:
+        """Return the bytes that a call of a block places, and those of the largest payload."""
+        size, largest = self._places.get(self.options[option], {}).get(block, (0, 0))
+        return size // max(self.calls.count(block), 1), largest
+
+    def _call(self, block: int, option: int) -> Call:
+        chosen = self.options[option]
+        keep, recompute, seconds = (self.cost(block, each).seconds for each in (KEEP, RECOMPUTE, chosen))
+        size, largest = self._placed(block, option)
+        moves = max(seconds - (recompute if chosen.recomputes else keep), 0.0) if size else 0.0
+        return Call(keep, recompute, seconds, moves, chosen.recomputes, size, largest)
 
     def expected(self, choice: Choice) -> float:
         """Return the error of the step's gradients if those of its calls add up as squares."""
@@ -161,9 +220,17 @@ class StepProfile(abc.ABC):
     def _square(self, block: int, option: Option) -> float:
         return self.weights[block] * self.cost(block, option).error ** 2
 
-    def _costs(self, limits_error: bool) -> Costs:
-        """Return the costs of all calls."""
-        seconds = [[self.cost(block, option).seconds for option in self.options] for block in self.calls]
+    def _costs(self, limits_error: bool, price: float = 0.0) -> Costs:
+        """Return the costs of all calls; ``price``: seconds of each byte that gets a place;
+        infinite: none should.
+        """
+        seconds = [
+            [
+                self.cost(block, option).seconds + _priced(self._placed(block, i)[0], price)
+                for i, option in enumerate(self.options)
+            ]
+            for block in self.calls
+        ]
         if not limits_error:
             return Costs(seconds)
         return Costs(seconds, [[self._square(block, option) for option in self.options] for block in self.calls])
@@ -191,11 +258,41 @@ class StepProfile(abc.ABC):
             NoPlan: There is none.
         """
         limit, squares = self.limit(budget, fixed), None if error is None else error**2
-        costs = self._costs(squares is not None)
         try:
-            return choose(chain, costs, limit, squares, self.trace_of, [*self.largest.values()], self.lift)
+            return self._cheapest(chain, limit, squares)
         except Infeasible as found:
             raise self.no_plan(budget, fixed, found.smallest[1], found.trace) from None
+
+    def _cheapest(self, chain: Chain, limit: int, squares: float | None) -> Chosen:
+        """Return the fastest choice that was found for some price of placed bytes, waits included;
+        the bound is without waits.
+        """
+        prices = [0.0]
+        if self.placement is not None and self._places:
+            prices += [*(part * self.placement.most for part in _PRICES), math.inf]
+        known = [*self.largest.values()]
+        found: list[Chosen] = []
+        none: Infeasible | None = None
+        for price in prices:
+            costs = self._costs(squares is not None, price)
+            try:
+                chosen = choose(chain, costs, limit, squares, self.trace_of, known, self.lift)
+            except Infeasible as error:
+                none = error
+                continue
+            found.append(dataclasses.replace(chosen, seconds=self.seconds(chosen.choice)))
+        if none is not None and not found:
+            raise none
+        return found[0] if len(prices) == 1 else self._fastest_of(found)
+
+    def _fastest_of(self, found: Sequence[Chosen]) -> Chosen:
+        """Return the fastest of choices for rising prices that the host has room for."""
+        assert self.placement is not None
+        within = [each for each in found if self.placement.holds(each.trace)] or found
+        best = min(within, key=lambda each: (each.seconds, each.choice))
+        front = tuple(point for point in found[-1].front if point[1] < _DEAR)  # plans without a place
+        least = min(each.smallest for each in within)
+        return dataclasses.replace(best, bound=min(found[0].bound, best.seconds), smallest=least, front=front)
 
     def smallest(self, chain: Chain, error: float | None = None) -> Choice:
         """Return the choice that needs the least bytes; otherwise as :meth:`fastest`."""
@@ -229,10 +326,11 @@ class StepProfile(abc.ABC):
         base = max(self.step_seconds - math.fsum(self.cost(block, RECOMPUTE).seconds for block in self.calls), 0.0)
         options = self.of_choice(chosen.choice)
         binds = chosen.trace.peak()
-        peak, at_most = chosen.peak + held, None
-        needed = None if self.device_blocks is None else peak + self.lift(chosen.trace)
+        ring = chosen.trace.ring
+        peak, at_most = chosen.peak + held + ring, None
+        needed = None if self.device_blocks is None else chosen.peak + held + self.lift(chosen.trace)
         if chosen.trace.data_dependent:
-            peak, at_most = self.trace(options).peak().size + chosen.excess + held, peak
+            peak, at_most = self.trace(options).peak().size + chosen.excess + held + ring, peak
             about = [*about, "Times are for equally used experts; the budget is kept whatever tokens choose."]
         return Plan(
             model=class_of(self.model).__name__,
@@ -256,7 +354,28 @@ class StepProfile(abc.ABC):
             needed=needed,
             outside=outside_of(self.model, self.blocks),
             hints=self.hints,
+            offloaded=self._offloaded(chosen, budget, fixed),
         )
+
+    def _offloaded(self, chosen: Chosen, budget: Budget, fixed: Mapping[str, int]) -> Offloaded | None:
+        """Return what the plan offloads, and why not more."""
+        if self.placement is None:
+            return None
+        placed = [self.size_of(trace) for trace in self.largest.values() if trace.placed]
+        others = [self.size_of(trace) for trace in self.largest.values() if not trace.placed]
+        chosen_options = {self.options[o] for o in chosen.choice}
+        waits, offload, trace = self.waits(chosen.choice), self.placement.offload, chosen.trace
+        why = ""
+        if trace.placed:
+            if waits <= _HIDDEN * chosen.seconds and not any(o.place and o.encodes for o in chosen_options):
+                why = "The link is fast enough that no codec is needed: payloads move as they are."
+        elif not placed:
+            why = f"Nothing can be offloaded to {offload.place!r}: it is there, or smaller than min_bytes."
+        elif min(placed) >= min(others):
+            why = f"Offload would not lower the peak: {trace.peak().position} binds."
+        elif chosen_options != {KEEP}:
+            why = "Offload would lower the peak, and this plan is faster than those that offload."
+        return Offloaded(offload.place, trace.placed, trace.ring, waits, self.placement.link, why)
 
     def _front(self, chosen: Chosen) -> tuple[tuple[int, float], ...]:
         """Return bytes and seconds of plans, from the smallest one on; the planner's, and those two

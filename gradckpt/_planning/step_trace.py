@@ -194,12 +194,15 @@ class _Up:
 @dataclasses.dataclass(slots=True)
 class StepTrace:
     """One step. ``data_dependent``: sizes depended on which experts tokens choose. ``lift``: what
-    the allocator needs beyond the peak; None: it was not asked yet.
+    the allocator needs beyond the peak; None: it was not asked yet. ``ring``: bytes that a place
+    takes of what the budget counts, and ``placed`` those of the payloads in it.
     """
 
     segments: list[Segment]
     data_dependent: bool
     lift: int | None = None
+    ring: int = 0
+    placed: int = 0
 
     def peaks(self, gradient_scale: float = 1.0) -> list[Peak]:
         """Return the peak of each segment, in order.
