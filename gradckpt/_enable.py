@@ -84,9 +84,10 @@ def enable(
             measures each distinct one in each option; from the second on, each region has the
             option that the plan gives it. ``compress`` then names the codecs that the plan may use
             (unset: options that change no gradient), ``modules`` the regions, ``offload`` the place
-            that payloads may have; all other keywords are the plan's to decide. It is planned again, and logged, when an input is larger in a
-            dimension, when gradients exist before the forward, and when the optimizer has got its
-            states. A loss outside of the model counts as cross entropy of the model's outputs.
+            that payloads may have; all other keywords are the plan's to decide. It is planned
+            again, and logged, when an input is larger in a dimension, when gradients exist before
+            the forward, and when the optimizer has got its states. A loss outside of the model
+            counts as cross entropy of the model's outputs.
         plan: A :class:`gradckpt.Plan`, or the path of its file. It decides everything.
         optimizer: With ``budget``: its states and its step count from the first plan on.
         **keywords: ``context_fn``, ``preserve_rng_state``, ``determinism_check``, ``debug``,

@@ -18,7 +18,7 @@ from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import DTYPES, ConfigModel
 from gradckpt._planning.config_profile import plan_source
 from gradckpt._planning.frozen_weights import FORMATS
-from gradckpt._planning.links import LINKS, parse_link
+from gradckpt._planning.links import LINKS, Link, parse_link
 from gradckpt._planning.options import allowed
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS
 from gradckpt._planning.step_profile import NoPlan
@@ -125,7 +125,8 @@ def main(arguments: Sequence[str]) -> int:
     made = parser()
     options = made.parse_args(arguments)
     try:
-        budget = _budget(options)
+        budget, place = _budget(options), _place(options)
+        link = None if options.link is None else parse_link(options.link)
         with _progress(options) as progress:
             progress("building the model")
             source = ConfigModel(
@@ -140,7 +141,9 @@ def main(arguments: Sequence[str]) -> int:
                 accumulate=options.accumulate,
             )
             data, text, status = (
-                _compare(options, source, progress) if budget is None else _plan(options, source, budget, progress)
+                _compare(options, source, progress)
+                if budget is None
+                else _plan(options, source, budget, place, link, progress)
             )
     except (ValueError, ImportError, OSError) as error:
         made.error(str(error).removeprefix("gradckpt: "))
@@ -163,7 +166,14 @@ def _compare(options: argparse.Namespace, source: ConfigModel, progress: Any) ->
     return found.to_dict(), str(found), 0 if fits else 1
 
 
-def _plan(options: argparse.Namespace, source: ConfigModel, budget: Budget, progress: Any) -> _Answer:
+def _plan(
+    options: argparse.Namespace,
+    source: ConfigModel,
+    budget: Budget,
+    place: Offload | None,
+    link: Link | None,
+    progress: Any,
+) -> _Answer:
     """Answer how the step stays within a budget; write the plan."""
     try:
         found = plan_source(
@@ -173,8 +183,8 @@ def _plan(options: argparse.Namespace, source: ConfigModel, budget: Budget, prog
             budget,
             compress=options.compress,
             device=options.device,
-            offload=_place(options),
-            link=None if options.link is None else parse_link(options.link),
+            offload=place,
+            link=link,
             progress=progress,
         )
     except NoPlan as error:

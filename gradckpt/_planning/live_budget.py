@@ -47,8 +47,9 @@ logger = logging.getLogger("gradckpt")
 class LiveBudget:
     """The plan of a model for a budget, from its first training call on.
 
-    ``budget``, ``compress``, ``optimizer``, ``offload``: as for :func:`gradckpt.plan`. ``modules``: as
-    for :func:`gradckpt.enable`. ``plan``: the present one; None until the first call.
+    ``budget``, ``compress``, ``optimizer``, ``offload``: as for :func:`gradckpt.plan`.
+    ``modules``: as for :func:`gradckpt.enable`. ``plan``: the present one; None until the first
+    call.
     """
 
     _first = True  # no plan was made yet
