@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -31,7 +32,11 @@ _NEVER = 1 << 59
 
 #: Prices of placed bytes that plans are made for, in parts of what they take on a busy link; and
 #: seconds of a region that should place none.
-_PRICES, _DEAR = (0.125, 0.25, 0.5, 1.0), 1e4
+_PRICES, _DEAR = (0.0625, 0.125, 0.25, 0.5, 1.0), 1e4
+
+#: Of a plan: changes that are tried on paper, if their peaks are about within the limit by the
+#: chain; of two blocks at a time, if there are not more of one; and new traces of all plans.
+_TRIES, _NEAR, _FEW, _TRACES = 6, 1.015, 64, 16
 
 #: A part of a step's time for which waiting does not count.
 _HIDDEN = 0.005
@@ -111,6 +116,7 @@ class StepProfile(abc.ABC):
         self.calls = self.chain().calls
         self._places = {o: placed_by_block(trace.segments) for o, trace in self.traces.items() if trace.placed}
         self._waits: dict[Choice, float] = {}  # seconds
+        self._seen: set[Choice] = set()  # choices that were traced
         self.costs: CostSource | None = None
         self.step_seconds = 0.0
         self.weights = [1.0] * len(self.blocks)
@@ -159,6 +165,7 @@ class StepProfile(abc.ABC):
 
     def trace_of(self, choice: Choice) -> StepTrace:
         """Return the step on paper with an option for each call, that which needs most."""
+        self._seen.add(choice)
         return self.largest_of(self.of_choice(choice))
 
     def lift(self, trace: StepTrace) -> int:
@@ -273,6 +280,7 @@ class StepProfile(abc.ABC):
         known = [*self.largest.values()]
         found: list[Chosen] = []
         none: Infeasible | None = None
+        bound = math.inf
         for price in prices:
             costs = self._costs(squares is not None, price)
             try:
@@ -281,18 +289,72 @@ class StepProfile(abc.ABC):
                 none = error
                 continue
             found.append(dataclasses.replace(chosen, seconds=self.seconds(chosen.choice)))
+            bound = min(bound, chosen.bound) if price == 0 else bound
         if none is not None and not found:
             raise none
-        return found[0] if len(prices) == 1 else self._fastest_of(found)
+        if len(prices) == 1:
+            return found[0]
+        most = len(self._seen) + _TRACES
+        for each in sorted(found, key=lambda each: (each.seconds, each.choice)):
+            better = self._improved(each.choice, chain, limit, squares, most)
+            if all(better != other.choice for other in found):
+                found.insert(0, dataclasses.replace(each, choice=better, trace=self.trace_of(better)))
+        return self._fastest_of([dataclasses.replace(each, seconds=self.seconds(each.choice)) for each in found], bound)
 
-    def _fastest_of(self, found: Sequence[Chosen]) -> Chosen:
-        """Return the fastest of choices for rising prices that the host has room for."""
+    def _improved(self, choice: Choice, chain: Chain, limit: int, squares: float | None, most: int) -> Choice:
+        """Change options of one block, or of two of few, while the step becomes faster, waits
+        included, and its trace stays within the limit; ``most``: choices that may have been traced.
+        """
+
+        def within(each: Choice) -> bool:
+            trace = self.trace_of(each)
+            chain.correct(each, chain.levels_of(trace.segments, self.lift(trace)))
+            return self.size_of(trace) <= limit
+
+        if not within(choice):
+            return choice
+        for _ in self.calls:
+            for other in self._faster(choice, chain, limit, squares)[:_TRIES]:
+                if (other in self._seen or len(self._seen) < most) and within(other):
+                    choice = other
+                    break
+                within(choice)  # correct around it again
+            else:
+                break
+        return choice
+
+    def _faster(self, choice: Choice, chain: Chain, limit: int, squares: float | None) -> list[Choice]:
+        """Return choices that differ in one block, or in two of few, and are faster, by their
+        times; their peaks are about within the limit by the chain.
+        """
+        changes = [(block, o) for block in dict.fromkeys(self.calls) for o in range(len(self.options))]
+        sets: list[tuple[tuple[int, int], ...]] = [(change,) for change in changes]
+        if len(changes) <= _FEW:
+            sets += itertools.combinations(changes, 2)
+        now, found = self.seconds(choice), []
+        for each in sets:
+            of = dict(each)
+            other = tuple(of.get(block, option) for block, option in zip(self.calls, choice, strict=True))
+            if other == choice or max(level.size for level in chain.levels(other)) > limit * _NEAR:
+                continue
+            if squares is not None and self.expected(other) ** 2 > squares:
+                continue
+            if (seconds := self.seconds(other)) < now:
+                found.append((seconds, other))
+        return [other for _, other in sorted(set(found))]
+
+    def _fastest_of(self, found: Sequence[Chosen], bound: float) -> Chosen:
+        """Return the fastest of choices that the host has room for; the last one had the highest
+        price, and its front has plans without a place.
+        """
         assert self.placement is not None
         within = [each for each in found if self.placement.holds(each.trace)] or found
         best = min(within, key=lambda each: (each.seconds, each.choice))
-        front = tuple(point for point in found[-1].front if point[1] < _DEAR)  # plans without a place
+        front = tuple(point for point in found[-1].front if point[1] < _DEAR)
         least = min(each.smallest for each in within)
-        return dataclasses.replace(best, bound=min(found[0].bound, best.seconds), smallest=least, front=front)
+        return dataclasses.replace(
+            best, bound=min(bound if bound < math.inf else 0.0, best.seconds), smallest=least, front=front
+        )
 
     def smallest(self, chain: Chain, error: float | None = None) -> Choice:
         """Return the choice that needs the least bytes; otherwise as :meth:`fastest`."""
