@@ -38,8 +38,8 @@ _PRICES, _DEAR = (0.0625, 0.125, 0.25, 0.5, 1.0), 1e4
 #: chain; of two blocks at a time, if there are not more of one; and new traces of all plans.
 _TRIES, _NEAR, _FEW, _TRACES = 6, 1.015, 64, 16
 
-#: A part of a step's time for which waiting does not count.
-_HIDDEN = 0.005
+#: Parts for which waiting does not count, of a step's time, and codecs do not, of offloaded bytes.
+_HIDDEN, _FEW_BYTES = 0.005, 0.1
 
 
 def _priced(size: int, price: float) -> float:
@@ -429,7 +429,11 @@ class StepProfile(abc.ABC):
         waits, offload, trace = self.waits(chosen.choice), self.placement.offload, chosen.trace
         why = ""
         if trace.placed:
-            if waits <= _HIDDEN * chosen.seconds and not any(o.place and o.encodes for o in chosen_options):
+            placed_by = [
+                (self.options[o], self._placed(b, o)[0]) for b, o in zip(self.calls, chosen.choice, strict=True)
+            ]
+            encoded = sum(size for option, size in placed_by if option.encodes)
+            if waits <= _HIDDEN * chosen.seconds and encoded <= _FEW_BYTES * trace.placed:
                 why = "The link is fast enough that no codec is needed: payloads move as they are."
         elif not placed:
             why = f"Nothing can be offloaded to {offload.place!r}: it is there, or smaller than min_bytes."
