@@ -18,6 +18,9 @@ __all__ = ["KEEP", "RECOMPUTE", "Option", "allowed", "find_option"]
 #: Of policies: those that keep least first.
 _POLICIES = ("save_attention", "every_other_matmul", "save_matmuls", "save_attention|save_matmuls")
 
+#: The end of the names of options whose payloads get a place.
+_OFFLOADED = ", offload"
+
 #: Codecs that ``error=`` permits where ``compress=`` says nothing.
 _LOSSY = ("int8", "int6", "int4")
 
@@ -42,6 +45,11 @@ class Option:
     def place(self) -> Offload | None:
         """Where the payloads live; None: on their device."""
         return None if isinstance(self.rule, str) else parse_offload(self.rule.get("offload"))
+
+    def beside(self, options: Iterable[Option]) -> Option | None:
+        """Return the option that does the same without a place, if it is among these."""
+        name = self.name.removesuffix(_OFFLOADED)
+        return next((each for each in options if each.name == name), None) if self.place is not None else None
 
     @property
     def recomputes(self) -> bool:
@@ -91,7 +99,7 @@ def _lossy(codec: str) -> str | None:
 def _offloaded(option: Option, place: Mapping[str, Any]) -> Option:
     """Return the same with payloads in a place; what is kept as it is becomes ``raw`` payloads."""
     rule = {"compress": "raw", "recompute": False} if option == KEEP else option.rule
-    return Option(f"{option.name}, offload", {**rule, "offload": dict(place)}, option.codec)
+    return Option(f"{option.name}{_OFFLOADED}", {**rule, "offload": dict(place)}, option.codec)
 
 
 def allowed(compress: Any, error: bool, offload: Offload | None = None) -> list[Option]:

@@ -282,6 +282,8 @@ class StepProfile(abc.ABC):
         none: Infeasible | None = None
         bound = math.inf
         for price in prices:
+            if 0 < price < math.inf and found and not self.waits(found[0].choice):
+                continue  # nothing waits where a place costs nothing
             costs = self._costs(squares is not None, price)
             try:
                 chosen = choose(chain, costs, limit, squares, self.trace_of, known, self.lift)
