@@ -70,11 +70,11 @@ class Placement:
                 kind = segment.block is not None and options[segment.block].recomputes
                 largest[kind] = max(largest[kind], segment.largest)
                 whole[kind] += segment.placed_bytes * segment.times
-        trace.ring = sum(self._room(largest[kind], whole[kind], kind) for kind in largest)
+        trace.ring = sum(self.room(largest[kind], whole[kind], kind) for kind in largest)
         trace.placed = sum(whole.values())
         return trace
 
-    def _room(self, largest: int, whole: int, recomputes: bool) -> int:
+    def room(self, largest: int, whole: int, recomputes: bool) -> int:
         """Return the bytes that regions of one kind take of what the budget counts; they share a
         ring.
         """
@@ -131,7 +131,7 @@ class Placement:
         if self.on_host:
             return self._memory * len(kinds)
         largest = {kind: max(call.largest for call in calls if call.recomputes == kind) for kind in kinds}
-        return sum(self._room(size, size, kind) for kind, size in largest.items())
+        return sum(self.room(size, size, kind) for kind, size in largest.items())
 
     def _held(self, ring: int) -> int:
         """Return the newest bytes that stay: a store writes what is beyond half of its memory."""

@@ -32,7 +32,7 @@ _NEVER = 1 << 59
 
 #: Prices of placed bytes that plans are made for, in parts of what they take on a busy link; and
 #: seconds of a region that should place none.
-_PRICES, _DEAR = (0.0625, 0.125, 0.25, 0.5, 1.0), 1e4
+_PRICES, _DEAR = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0), 1e4
 
 #: Of a plan: changes that are tried on paper, if their peaks are about within the limit by the
 #: chain; of two blocks at a time, if there are not more of one; and new traces of all plans.
@@ -40,10 +40,6 @@ _TRIES, _NEAR, _FEW, _TRACES = 6, 1.015, 64, 16
 
 #: Parts for which waiting does not count, of a step's time, and codecs do not, of offloaded bytes.
 _HIDDEN, _FEW_BYTES = 0.005, 0.1
-
-
-def _priced(size: int, price: float) -> float:
-    return 0.0 if not size or not price else _DEAR if price == math.inf else price * size
 
 
 class NoPlan(ValueError):
@@ -199,6 +195,11 @@ class StepProfile(abc.ABC):
         busy = sum(self.cost(block, self.options[o]).seconds for block, o in zip(self.calls, choice, strict=True))
         return busy + self.waits(choice)
 
+    def _extra(self, block: int, option: int, unit: float, kinds: Sequence[bool]) -> float:
+        """Return the price of what a call places, for the search."""
+        size = self._placed(block, option)[0]
+        return 0.0 if not size else size * unit if self.options[option].recomputes in kinds else _DEAR
+
     def waits(self, choice: Choice) -> float:
         """Return the seconds for which a step waits for a place, by simulation."""
         if self.placement is None or not any(self._placed(*each)[0] for each in zip(self.calls, choice, strict=True)):
@@ -227,13 +228,14 @@ class StepProfile(abc.ABC):
     def _square(self, block: int, option: Option) -> float:
         return self.weights[block] * self.cost(block, option).error ** 2
 
-    def _costs(self, limits_error: bool, price: float = 0.0) -> Costs:
-        """Return the costs of all calls; ``price``: seconds of each byte that gets a place;
-        infinite: none should.
+    def _costs(self, limits_error: bool, price: float = 0.0, kinds: Sequence[bool] = ()) -> Costs:
+        """Return the costs of all calls; ``price``: of each byte that gets a place, in parts of
+        what it takes on a busy link; ``kinds``: the regions that may use one.
         """
+        unit = price * self.placement.most if self.placement is not None else 0.0
         seconds = [
             [
-                self.cost(block, option).seconds + _priced(self._placed(block, i)[0], price)
+                self.cost(block, option).seconds + self._extra(block, i, unit, kinds)
                 for i, option in enumerate(self.options)
             ]
             for block in self.calls
@@ -271,37 +273,72 @@ class StepProfile(abc.ABC):
             raise self.no_plan(budget, fixed, found.smallest[1], found.trace) from None
 
     def _cheapest(self, chain: Chain, limit: int, squares: float | None) -> Chosen:
-        """Return the fastest choice that was found for some price of placed bytes, waits included;
-        the bound is without waits.
+        """Return the fastest choice that was found, waits for a place included; the bound is
+        without waits.
+
+        What a place takes is the same for most choices that use it, so it is taken off the limit
+        beforehand: regions that recompute have one ring, others another.
         """
-        prices = [0.0]
-        if self.placement is not None and self._places:
-            prices += [*(part * self.placement.most for part in _PRICES), math.inf]
-        known = [*self.largest.values()]
         found: list[Chosen] = []
-        none: Infeasible | None = None
-        bound = math.inf
-        for price in prices:
-            if 0 < price < math.inf and found and not self.waits(found[0].choice):
-                continue  # nothing waits where a place costs nothing
-            costs = self._costs(squares is not None, price)
-            try:
-                chosen = choose(chain, costs, limit, squares, self.trace_of, known, self.lift)
-            except Infeasible as error:
-                none = error
-                continue
-            found.append(dataclasses.replace(chosen, seconds=self.seconds(chosen.choice)))
-            bound = min(bound, chosen.bound) if price == 0 else bound
-        if none is not None and not found:
-            raise none
-        if len(prices) == 1:
+        none: list[Infeasible] = []
+        for kinds in self._kinds():
+            rooms = dict.fromkeys(self._rooms(kinds))
+            for room, price in itertools.product(rooms, _PRICES if kinds else (0.0,)):
+                if price and (room != max(rooms) or not found or not self.waits(found[-1].choice)):
+                    continue  # nothing waits where a place costs nothing
+                try:
+                    found.append(self._chosen(chain, limit - room, squares, kinds, price))
+                except Infeasible as error:
+                    none.append(error)
+        if not self._places:
+            if not found:
+                raise none[0]
             return found[0]
         most = len(self._seen) + _TRACES
-        for each in sorted(found, key=lambda each: (each.seconds, each.choice)):
+        for each in sorted(found, key=lambda each: (self.seconds(each.choice), each.choice)):
             better = self._improved(each.choice, chain, limit, squares, most)
-            if all(better != other.choice for other in found):
-                found.insert(0, dataclasses.replace(each, choice=better, trace=self.trace_of(better)))
-        return self._fastest_of([dataclasses.replace(each, seconds=self.seconds(each.choice)) for each in found], bound)
+            found.append(dataclasses.replace(each, choice=better, trace=self.trace_of(better)))
+        smallest = self._least(chain, squares, [each.choice for each in found])
+        within = [each.choice for each in found if self.size_of(each.trace) <= limit]
+        if not within and smallest[0] > limit:
+            raise Infeasible(smallest, self.trace_of(smallest[1]))
+        best = min(within or [smallest[1]], key=lambda each: (self.seconds(each), each))
+        seconds = self.seconds(best)
+        bound = min((each.bound for each in found), default=0.0)
+        front = next((each.front for each in found if not each.trace.placed), ())
+        return Chosen(best, self.trace_of(best), seconds, min(bound, seconds), smallest, front)
+
+    def _least(self, chain: Chain, squares: float | None, others: Sequence[Choice]) -> tuple[int, Choice]:
+        """Return the least bytes that a choice needs, and that one: of the smallest that is found,
+        of those with one option in all calls, and of others.
+        """
+        uniform = [(o,) * len(self.calls) for o in range(len(self.options))]
+        known = {self.smallest(chain, None if squares is None else squares**0.5), *others}
+        known |= {each for each in uniform if squares is None or self.expected(each) ** 2 <= squares}
+        return min((self.size_of(self.trace_of(each)), each) for each in known)
+
+    def _chosen(self, chain: Chain, limit: int, squares: float | None, kinds: Sequence[bool], price: float) -> Chosen:
+        """Return the fastest choice by these costs; what a place takes is not in the limit."""
+        costs = self._costs(squares is not None, price, kinds)
+        known = [*self.largest.values()]
+        found = choose(chain, costs, limit, squares, self.trace_of, known, lambda trace: self.lift(trace) - trace.ring)
+        return dataclasses.replace(found, bound=found.bound if not price else math.inf)
+
+    def _kinds(self) -> list[tuple[bool, ...]]:
+        """Return the sets of regions that may use a place: those that recompute, and others."""
+        kinds = sorted({option.recomputes for option in self._places})
+        return [part for n in range(len(kinds) + 1) for part in itertools.combinations(kinds, n)]
+
+    def _rooms(self, kinds: Sequence[bool]) -> tuple[int, int]:
+        """Return the most and the least bytes that a place takes where all these kinds use it."""
+        most = least = 0
+        for kind in kinds:
+            assert self.placement is not None
+            traces = [self.largest[option] for option in self._places if option.recomputes == kind]
+            most += max(trace.ring for trace in traces)
+            sizes = [size for o, of in self._places.items() if o.recomputes == kind for _, size in of.values()]
+            least += min(self.placement.room(min(sizes), min(sizes), kind), max(trace.ring for trace in traces))
+        return most, least
 
     def _improved(self, choice: Choice, chain: Chain, limit: int, squares: float | None, most: int) -> Choice:
         """Change options of one block, or of two of few, while the step becomes faster, waits
@@ -344,19 +381,6 @@ class StepProfile(abc.ABC):
             if (seconds := self.seconds(other)) < now:
                 found.append((seconds, other))
         return [other for _, other in sorted(set(found))]
-
-    def _fastest_of(self, found: Sequence[Chosen], bound: float) -> Chosen:
-        """Return the fastest of choices that the host has room for; the last one had the highest
-        price, and its front has plans without a place.
-        """
-        assert self.placement is not None
-        within = [each for each in found if self.placement.holds(each.trace)] or found
-        best = min(within, key=lambda each: (each.seconds, each.choice))
-        front = tuple(point for point in found[-1].front if point[1] < _DEAR)
-        least = min(each.smallest for each in within)
-        return dataclasses.replace(
-            best, bound=min(bound if bound < math.inf else 0.0, best.seconds), smallest=least, front=front
-        )
 
     def smallest(self, chain: Chain, error: float | None = None) -> Choice:
         """Return the choice that needs the least bytes; otherwise as :meth:`fastest`."""
