@@ -6,7 +6,8 @@
 Rows: ``peaks`` and ``times`` of random plans, predicted and measured; ``holds``: measured peaks
 within budgets, and the nearest faster plans that are not; ``error``: measured errors of gradients
 within error budgets; ``monotone``, ``deterministic``: plans of one profile; ``torch``: the times of
-plans whose budgets are the peaks of torch's checkpointing.
+plans whose budgets are the peaks of torch's checkpointing; ``places``: half of the budgets, where
+payloads may go to a disk, and times by the rates of the same run (median of nine, by the wall).
 
 Models: of the Hugging Face libraries with random weights, 12 to 22 regions. Peaks: by
 gradckpt.track_memory, above the step's start; gradients do not exist then.
@@ -24,6 +25,7 @@ import itertools
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,6 +34,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import budget_models
 import budget_peers
+import budget_places
 import budget_profiles
 import guards
 import machine
@@ -204,7 +207,7 @@ def holds(o: argparse.Namespace) -> None:
             took = time.perf_counter() - began
             choice = choice_of(profile, plan)
             with plan_applied(case, plan):
-                measured = case.peak(_AS_IT_IS)
+                measured = case.peak(AS_IT_IS)
             guards.at_most(f"{case.name}: peak of a plan", measured, budget, "its budget")
             lossy = any(region.option.codec for region in plan.regions)
             wrong = measured_error(case, profile.setting([region.option for region in plan.regions]), 0)
@@ -236,7 +239,7 @@ class _AsItIs:
         yield
 
 
-_AS_IT_IS = _AsItIs()
+AS_IT_IS = _AsItIs()
 
 
 @contextlib.contextmanager
@@ -358,6 +361,7 @@ ROWS = {
     "monotone": monotone,
     "deterministic": lambda o: budget_profiles.deterministic(o, cases),
     "torch": lambda o: budget_peers.beside_torch(o, cases, plan_of),
+    "places": lambda o: budget_places.with_places(o, cases, sys.modules[__name__]),
 }
 
 

@@ -66,13 +66,21 @@ class Case:
         self.model.zero_grad()
         step_of_batch(self.model, self.batch)()
 
-    def profile(self, compress: Any = None, limits_error: bool = False, measure: bool = True) -> Profile:
+    def profile(
+        self, compress: Any = None, limits_error: bool = False, measure: bool = True, placement: Any = None
+    ) -> Profile:
         """What plans are made from, as gradckpt.plan() does it."""
         run = lambda batch: step_of_batch(self.model, batch)()  # noqa: E731
         self.model.zero_grad()
         with alone(self.model):
             found = Profile(
-                self.model, run, self.batch, modules=self.modules, compress=compress, limits_error=limits_error
+                self.model,
+                run,
+                self.batch,
+                modules=self.modules,
+                compress=compress,
+                limits_error=limits_error,
+                placement=placement,
             )
             if measure:
                 found.measure(self.batch)

@@ -216,6 +216,8 @@ static PyMethodDef methods[] = {
     {"simulate_offload", (PyCFunction)(void (*)(void))gck_simulate_offload_py, METH_VARARGS | METH_KEYWORDS,
      "simulate_offload(regions, *, rate_out, rate_in, latency, ring, held, head)\n--\n\n"
      "Simulate a step whose payloads are offloaded; csrc/offload/simulate.h has the rules."},
+    {"placed_on_paper", gck_placed_on_paper_py, METH_NOARGS,
+     "placed_on_paper()\n--\n\nReturn the bytes that got a place so far, and the most of one since the last call."},
     {"set_on_paper", gck_set_on_paper_py, METH_VARARGS,
      "set_on_paper(first, end, is_device, /)\n--\n\nLeave these addresses untouched in this thread; 0, 0: none."},
     {NULL, NULL, 0, NULL},

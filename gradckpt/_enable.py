@@ -84,10 +84,11 @@ def enable(
             ``None`` for what is free now. The first training call recomputes all regions and
             measures each distinct one in each option; from the second on, each region has the
             option that the plan gives it. ``compress`` then names the codecs that the plan may use
-            (unset: options that change no gradient), ``modules`` the regions; all other keywords
-            are the plan's to decide. It is planned again, and logged, when an input is larger in a
-            dimension, when gradients exist before the forward, and when the optimizer has got its
-            states. A loss outside of the model counts as cross entropy of the model's outputs.
+            (unset: options that change no gradient), ``modules`` the regions, ``offload`` the place
+            that payloads may have; all other keywords are the plan's to decide. It is planned
+            again, and logged, when an input is larger in a dimension, when gradients exist before
+            the forward, and when the optimizer has got its states. A loss outside of the model
+            counts as cross entropy of the model's outputs.
         plan: A :class:`gradckpt.Plan`, or the path of its file. It decides everything.
         optimizer: With ``budget``: its states and its step count from the first plan on.
         **keywords: ``context_fn``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
@@ -128,7 +129,7 @@ def enable(
         "every_n_layers": every_n_layers != 1,
         "policy": policy is not None,
         "recompute": recompute is not True,
-        "offload": offload not in (False, None),
+        "offload": plan is not None and offload not in (False, None),
         "modules": plan is not None and modules is not None,
         "compress": plan is not None and compress is not UNSET,
         "optimizer": plan is not None and optimizer is not None,
@@ -139,11 +140,13 @@ def enable(
             raise beside_plan(given, name)
     if plan is not None:
         return plan_of(plan, "plan").apply(model)
-    return _plan_live(model, budget, None if compress is UNSET else compress, modules, optimizer)
+    return _plan_live(model, budget, None if compress is UNSET else compress, modules, optimizer, offload)
 
 
-def _plan_live(model: Module, budget: Any, compress: Compress, modules: Modules, optimizer: Any) -> Handle:
-    live = LiveBudget(model, budget, compress, modules, optimizer)
+def _plan_live(
+    model: Module, budget: Any, compress: Compress, modules: Modules, optimizer: Any, offload: OffloadLike
+) -> Handle:
+    live = LiveBudget(model, budget, compress, modules, optimizer, offload)
     present = vars(model).get(BUDGET)
     if not (isinstance(present, LiveBudget) and present.is_same(live)):
         live.install(model)

@@ -89,6 +89,12 @@ class Offload:
         ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)  # of this machine, which share its memory
         return int(free_host_memory() * float(str(self.host_budget).rstrip("%")) / 100 / ranks)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, which ``offload=`` takes."""
+        found = dataclasses.asdict(self)
+        directory = None if self.directory is None else os.fspath(self.directory)
+        return {key: value for key, value in {**found, "directory": directory}.items() if value is not None}
+
     def _path(self) -> str:
         if not isinstance(self.directory, (str, os.PathLike)) or not (path := os.fsdecode(self.directory)):
             raise TypeError(f"gradckpt: directory={self.directory!r} is no path; pass the name of a folder")

@@ -5,6 +5,7 @@
 #include "torch/calls.h"
 #include "torch/device.h"
 #include "torch/input.h"
+#include "torch/paper.h"
 #include "torch/stream.h"
 #include "torch/tensor.h"
 
@@ -229,7 +230,7 @@ int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int devic
     int status;
 
     *placed = (gck_placed){.place = NULL};
-    if (nbytes < self->min_bytes || nbytes <= 0) {
+    if (nbytes < self->min_bytes || nbytes <= 0 || gck_on_paper()) {
         return 0;
     }
     if (have_store(self) < 0) {
@@ -241,10 +242,21 @@ int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int devic
     return status;
 }
 
+int gck_placed_take_on_paper(PyObject *place, int64_t nbytes, gck_placed *placed)
+{
+    const gck_place *self = (gck_place *)place;
+    const int device = gck_counts_as_device(-1), moves = device || self->directory != NULL;
+    const int fits = nbytes <= self->host_budget && (!device || self->ring == AUTO || nbytes <= self->ring);
+    const int taken = moves && fits && nbytes >= self->min_bytes && nbytes > 0;
+
+    *placed = (gck_placed){.place = taken ? Py_NewRef(place) : NULL};
+    return taken;
+}
+
 int gck_placed_is_near(const gck_placed *placed)
 {
     return placed->item != NULL ? gck_byte_store_is_near(placed->item)
-         : placed->bytes != NULL && gck_offloaded_is_near(placed->bytes);
+         : placed->bytes != NULL ? gck_offloaded_is_near(placed->bytes) : gck_is_placed(placed);    /* on paper */
 }
 
 gck_placed gck_placed_again(const gck_placed *placed)
@@ -254,7 +266,8 @@ gck_placed gck_placed_again(const gck_placed *placed)
 
 void *gck_placed_memory(const gck_placed *placed)
 {
-    return placed->item != NULL ? gck_byte_store_memory(placed->item) : gck_offloaded_memory(placed->bytes);
+    return placed->item != NULL ? gck_byte_store_memory(placed->item)
+         : placed->bytes != NULL ? gck_offloaded_memory(placed->bytes) : gck_paper_memory();
 }
 
 /* An answer of the device that its errors come from.  0 or -1. */
@@ -277,7 +290,7 @@ int gck_placed_written(gck_placed *placed, void *stream)
         return 0;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = gck_offloaded_written(placed->bytes, stream);
+    status = placed->bytes != NULL ? gck_offloaded_written(placed->bytes, stream) : 0;
     Py_END_ALLOW_THREADS
     return answered(placed, status);
 }
@@ -287,7 +300,8 @@ int gck_placed_bring(gck_placed *placed, void *stream)
     int status;
 
     Py_BEGIN_ALLOW_THREADS
-    status = placed->item != NULL ? gck_byte_store_hold(placed->item) : gck_offloaded_bring(placed->bytes, stream);
+    status = placed->item != NULL ? gck_byte_store_hold(placed->item)
+           : placed->bytes != NULL ? gck_offloaded_bring(placed->bytes, stream) : 0;
     Py_END_ALLOW_THREADS
     if (status == 0 || status == GCK_STORE_RING) {
         return status == 0;
@@ -306,7 +320,7 @@ int gck_placed_let_go(gck_placed *placed, void *stream)
         return 0;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = gck_offloaded_let_go(placed->bytes, stream);
+    status = placed->bytes != NULL ? gck_offloaded_let_go(placed->bytes, stream) : 0;
     Py_END_ALLOW_THREADS
     return answered(placed, status);
 }
@@ -317,7 +331,7 @@ int gck_placed_copy(gck_placed *placed, int64_t from, int64_t nbytes, void *to, 
 
     Py_BEGIN_ALLOW_THREADS
     if (placed->item == NULL) {
-        status = gck_offloaded_copy(placed->bytes, from, nbytes, to, stream);
+        status = placed->bytes != NULL ? gck_offloaded_copy(placed->bytes, from, nbytes, to, stream) : 0;
     } else if ((status = gck_byte_store_hold(placed->item)) == 0) {
         memcpy(to, (char *)gck_byte_store_memory(placed->item) + from, (size_t)nbytes);
         gck_byte_store_release(placed->item);

@@ -6,7 +6,7 @@
 
 extern PyType_Spec gck_place_spec;
 
-/* Bytes at a place.  One that is all zero is at none. */
+/* Bytes at a place.  One that is all zero is at none; in a step on paper it has a place and no bytes. */
 typedef struct {
     PyObject                   *place;           /* owned                          */
     struct gck_offloaded       *bytes;           /* owned: of a device; else NULL  */
@@ -18,6 +18,9 @@ static inline int gck_is_placed(const gck_placed *placed) { return placed->place
 /* Memory for so many bytes that work on this stream writes.  1; 0: they stay where torch's allocator puts them, which
  * is counted; -1 with an exception. */
 int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int device, void *stream, gck_placed *placed);
+
+/* The same in a step on paper, where nothing is taken and nothing counted.  1 or 0. */
+int gck_placed_take_on_paper(PyObject *place, int64_t nbytes, gck_placed *placed);
 
 /* 1 when nothing has to be moved to read them; 0, also at no place. */
 int gck_placed_is_near(const gck_placed *placed);

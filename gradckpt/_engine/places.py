@@ -13,7 +13,7 @@ from gradckpt import _C
 from gradckpt._config import GradckptInactiveWarning, warn_user
 from gradckpt._offload import Offload, parse_offload
 
-__all__ = ["figures", "offload_of", "place_of", "stays_on_device"]
+__all__ = ["apart_from_others", "figures", "offload_of", "place_of", "stays_on_device"]
 
 #: For how many payloads a ring of no given size has room: of regions, of compress_saved().
 REGIONS, SAVED = 3, 16
@@ -58,6 +58,13 @@ def _made(offload: Offload, payloads: int) -> _C.Place:
         size(offload.min_bytes),
         payloads,
     )
+
+
+def apart_from_others(offload: Offload) -> _C.Place:
+    """Return a place of these settings that nothing else shares, for trials."""
+    found = _made(offload, SAVED)
+    _offloads[found] = offload
+    return found
 
 
 def offload_of(place: _C.Place) -> Offload:

@@ -102,7 +102,7 @@ def _read_selective(keywords: dict[str, Any]) -> None:
 
 
 #: The keys that let a plan decide, and those that may stand beside each.
-_PLANNED = {"budget": {"compress", "use_reentrant"}, "plan": {"use_reentrant"}}
+_PLANNED = {"budget": {"compress", "offload", "use_reentrant"}, "plan": {"use_reentrant"}}
 
 
 def is_planned(keywords: Any) -> bool:

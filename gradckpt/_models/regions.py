@@ -76,8 +76,8 @@ class Chosen:
 
     def __init__(self, tree: Tree, settings: dict[str, Settings], offload: Offload | None) -> None:
         self.tree = tree
-        self.settings = settings
-        self.offload = offload
+        self.places = {name: chosen.get("offload", offload) for name, chosen in settings.items()}
+        self.settings = {name: _without_place(chosen) for name, chosen in settings.items()}
 
     def is_installed(self) -> bool:
         """Return whether exactly these modules are regions, with these settings, and still call
@@ -87,7 +87,7 @@ class Chosen:
         first = {id(region): name for name, region in reversed(regions.items())}
         now = {name: comparable(regions[name].settings) for name in first.values()}
         chosen = {name: comparable(settings) for name, settings in self.settings.items()}
-        same = now == chosen and all(region.offload == self.offload for region in regions.values())
+        same = now == chosen and all(regions[name].offload == place for name, place in self.places.items())
         return same and all(region.is_called() for region in regions.values())
 
     def install(self) -> None:
@@ -103,7 +103,7 @@ class Chosen:
         label = type(self.tree.model).__name__
         uses = {name: [spell(chosen["compress"])] for name, chosen in self.settings.items()}
         regions = [
-            Region(modules[name], chosen, RankCheck(label, uses), self.offload, not name)
+            Region(modules[name], chosen, RankCheck(label, uses), self.places[name], not name)
             for name, chosen in self.settings.items()
         ]
         for region in regions:
@@ -111,6 +111,10 @@ class Chosen:
         activity.register(self.tree.model)
         activity.expect(self.tree.model, _why_inactive)
         activity.watch(self.tree.model, functools.partial(_why_replaced, list(map(weakref.ref, regions))))
+
+
+def _without_place(settings: Settings) -> Settings:
+    return {key: value for key, value in settings.items() if key != "offload"}
 
 
 # ---- the wrapper ----

@@ -12,6 +12,7 @@ from gradckpt._engine.arguments import OPTIONS, check_bool, check_option
 from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._engine.selective import contexts_key, contexts_of
 from gradckpt._models.kinds import Tree
+from gradckpt._offload import parse_offload
 from gradckpt.selectors import Selector, describe, select
 
 __all__ = [
@@ -30,6 +31,9 @@ _CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionCon
 
 #: The keys of a dict that is a value for ``compress``.
 _CONFIG_KEYS = (_CONFIG_FIELDS, OPERATORS)
+
+#: The keywords of a module's rule that gradckpt.checkpoint does not have, or not as text.
+_OF_MODULES = ("recompute", "offload")
 
 #: The keywords of gradckpt.checkpoint for one module; or ``compress`` and ``"recompute": False``.
 Settings = dict[str, Any]
@@ -84,7 +88,7 @@ def _parse_value(value: Any, defaults: Settings) -> Settings | None:
     fields = isinstance(value, Mapping) and any(value and all(key in known for key in value) for known in _CONFIG_KEYS)
     if not isinstance(value, Mapping) or fields:
         value = {"compress": value}
-    return parse_options(value, defaults, ("recompute",))
+    return parse_options(value, defaults, ("recompute", "offload"))
 
 
 def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[str, ...] = ()) -> Settings:
@@ -94,13 +98,15 @@ def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[st
     for key, value in given.items():
         if key in _CONFIG_FIELDS and key != "codec":
             raise ValueError(f'gradckpt: {key!r} is a field of compress=; pass compress={{"{key}": {value!r}}}')
-        if key not in OPTIONS and not (key == "recompute" and key in others):
+        if key not in OPTIONS and not (key in _OF_MODULES and key in others):
             where = "gradckpt.enable" if others else "gradckpt.checkpoint"
             raise ValueError(f"gradckpt: unknown option {key!r}; {advise(str(key), value, (*OPTIONS, *others), where)}")
         check_option(key, value)
     if not check_bool("recompute", given.get("recompute", defaults.get("recompute", True))):
         return saved_settings({"compress": defaults.get("compress"), **given})
     settings = {"compress": None, **defaults, **given}
+    if "offload" in given:
+        settings["offload"] = parse_offload(given["offload"])
     settings.pop("recompute", None)
     settings["compress"] = parse_compress(settings["compress"])
     check_no_operators(settings["compress"])
@@ -123,18 +129,20 @@ def saved_settings(given: Mapping[str, Any]) -> Settings:
         ValueError: A keyword applies to regions only, or nothing would be compressed.
     """
     for key in given:
-        if key not in ("compress", "recompute"):
+        if key not in ("compress", "recompute", "offload"):
             raise ValueError(
                 f"gradckpt: recompute=False and {key}= exclude each other; nothing is recomputed, so leave one of them "
                 "out"
             )
-    config = compress_saved(given.get("compress", True)).config
+    offload = parse_offload(given.get("offload"))
+    config = compress_saved(given.get("compress", True), offload=offload).config
     if config is None:
         raise ValueError(
             "gradckpt: recompute=False and compress=None exclude each other, since nothing would change; pass a codec, "
             "or leave recompute out"
         )
-    return {"compress": config, "recompute": False}
+    place = {"offload": offload} if "offload" in given else {}
+    return {"compress": config, "recompute": False, **place}
 
 
 def resolve(pairs: list[tuple[Any, Settings | None]], tree: Tree) -> dict[str, Settings]:

@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from gradckpt._offload import PLACES, Offload
 from gradckpt._planning import devices
 from gradckpt._planning.budget import Budget, size_budget
 from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import DTYPES, ConfigModel
 from gradckpt._planning.config_profile import plan_source
 from gradckpt._planning.frozen_weights import FORMATS
+from gradckpt._planning.links import LINKS, Link, parse_link
 from gradckpt._planning.options import allowed
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS
 from gradckpt._planning.step_profile import NoPlan
@@ -71,6 +73,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="CODECS",
         help="lossy codecs that --budget may use, as in int8,int4; default none",
     )
+    add("--offload", choices=PLACES, help="let --budget offload payloads to this place")
+    add("--link", metavar="LINK", help="of --offload: GB/s, or one of: " + ", ".join(LINKS))
+    add("--host-budget", type=_size, metavar="SIZE", help="of --offload: what host memory may hold; default: all")
     add("--save", metavar="FILE", help="write the plan of --budget, for gradckpt.enable(model, plan=FILE)")
     add("--device", type=_device, metavar="NAME", help="one of: " + ", ".join(d.name for d in devices.DEVICES))
     add("--json", action="store_true", help="print one JSON document on stdout, nothing else")
@@ -120,7 +125,8 @@ def main(arguments: Sequence[str]) -> int:
     made = parser()
     options = made.parse_args(arguments)
     try:
-        budget = _budget(options)
+        budget, place = _budget(options), _place(options)
+        link = None if options.link is None else parse_link(options.link)
         with _progress(options) as progress:
             progress("building the model")
             source = ConfigModel(
@@ -135,7 +141,9 @@ def main(arguments: Sequence[str]) -> int:
                 accumulate=options.accumulate,
             )
             data, text, status = (
-                _compare(options, source, progress) if budget is None else _plan(options, source, budget, progress)
+                _compare(options, source, progress)
+                if budget is None
+                else _plan(options, source, budget, place, link, progress)
             )
     except (ValueError, ImportError, OSError) as error:
         made.error(str(error).removeprefix("gradckpt: "))
@@ -158,7 +166,14 @@ def _compare(options: argparse.Namespace, source: ConfigModel, progress: Any) ->
     return found.to_dict(), str(found), 0 if fits else 1
 
 
-def _plan(options: argparse.Namespace, source: ConfigModel, budget: Budget, progress: Any) -> _Answer:
+def _plan(
+    options: argparse.Namespace,
+    source: ConfigModel,
+    budget: Budget,
+    place: Offload | None,
+    link: Link | None,
+    progress: Any,
+) -> _Answer:
     """Answer how the step stays within a budget; write the plan."""
     try:
         found = plan_source(
@@ -168,6 +183,8 @@ def _plan(options: argparse.Namespace, source: ConfigModel, budget: Budget, prog
             budget,
             compress=options.compress,
             device=options.device,
+            offload=place,
+            link=link,
             progress=progress,
         )
     except NoPlan as error:
@@ -185,6 +202,20 @@ def _plan(options: argparse.Namespace, source: ConfigModel, budget: Budget, prog
     return {"verdict": found.verdict, **found.to_dict()}, text, status
 
 
+def _place(options: argparse.Namespace) -> Offload | None:
+    """Return the place that payloads may have.
+
+    Raises:
+        ValueError: Another option needs one.
+    """
+    if options.offload is not None:
+        return Offload(options.offload, host_budget=options.host_budget)
+    for flag, value in (("--link", options.link), ("--host-budget", options.host_budget)):
+        if value is not None:
+            raise ValueError(f"gradckpt: {flag} needs a place; add one, as in --offload cpu")
+    return None
+
+
 def _budget(options: argparse.Namespace) -> Budget | None:
     """Return the budget that was given.
 
@@ -192,7 +223,8 @@ def _budget(options: argparse.Namespace) -> Budget | None:
         ValueError: It is none, or excludes another option.
     """
     if options.budget is None:
-        for flag, value in (("--compress", options.compress), ("--save", options.save)):
+        given = (("--compress", options.compress), ("--save", options.save), ("--offload", options.offload))
+        for flag, value in given:
             if value is not None:
                 raise ValueError(f"gradckpt: {flag} needs a budget; add one, as in --budget 60GiB")
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.nn import Module
 
+from gradckpt._offload import Offload
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.blocks import find_blocks, shortened, unrolled
 from gradckpt._planning.budget import Budget
@@ -14,8 +15,10 @@ from gradckpt._planning.comparison import quiet
 from gradckpt._planning.devices import Device, find
 from gradckpt._planning.estimates import Rates, rates_of
 from gradckpt._planning.hints import as_flags
+from gradckpt._planning.links import Link, link_of_device
 from gradckpt._planning.needed_memory import held_blocks
 from gradckpt._planning.options import RECOMPUTE, Option, allowed
+from gradckpt._planning.placement import Placement
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.step_profile import StepProfile
 from gradckpt._planning.step_trace import StepTrace, scaled, trace_step
@@ -55,6 +58,7 @@ class ConfigProfile(StepProfile):
         compress: The codecs that a plan may use.
         rates: Of the device that times are estimated for.
         progress: Is told what is being computed.
+        placement: Where payloads may live, or None: on their device.
 
     Raises:
         NotOnPaper: The step asks for values.
@@ -72,6 +76,7 @@ class ConfigProfile(StepProfile):
         compress: Any = None,
         rates: Rates,
         progress: Callable[[str], None] = lambda text: None,
+        placement: Placement | None = None,
     ) -> None:
         self._source, self._tokens, self._batch, self._progress = source, tokens, batch, progress
         self._rates = rates
@@ -79,7 +84,9 @@ class ConfigProfile(StepProfile):
         self.hints = as_flags(source.flags, source.takes)
         with quiet():
             blocks = find_blocks(source.model)
-        super().__init__(source.model, blocks, allowed(compress, False))
+        self._traced: dict[tuple[tuple[Option, ...], bool], StepTrace] = {}
+        offload = None if placement is None else placement.offload
+        super().__init__(source.model, blocks, allowed(compress, False, offload), placement)
         self.device_blocks = held_blocks(source.model, {**source.fixed, **source.extra})
         self._profiled = True
         self.costs = _Estimates(self, rates)
@@ -87,6 +94,12 @@ class ConfigProfile(StepProfile):
 
     def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
         """Return the step on paper with an option for each block."""
+        key = tuple(options), concentrated
+        if key not in self._traced:
+            self._traced[key] = self._noted(self._trace(options, concentrated), options)
+        return self._traced[key]
+
+    def _trace(self, options: Sequence[Option], concentrated: bool) -> StepTrace:
         first = options[0]
         number = f"option {self.options.index(first) + 1} of {len(self.options)}: {first.name}"
         self._progress("choosing" if self._profiled else number)
@@ -112,6 +125,8 @@ def plan_source(
     *,
     compress: Any = None,
     device: Device | None = None,
+    offload: Offload | None = None,
+    link: Link | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Return the fastest plan of a :class:`gradckpt._planning.config_model.ConfigModel` within a
@@ -123,7 +138,14 @@ def plan_source(
     """
     rated = find(_USUAL_DEVICE) if device is None else device
     rates = rates_of(rated, source.computes_in_16_bits)
-    profile = ConfigProfile(source, tokens, batch, compress=compress, rates=rates, progress=progress)
+    placement = None
+    if offload is not None:
+        known = isinstance(offload.host_budget, int) and offload.place == "cpu"
+        found = link_of_device(rated, offload.place) if link is None else link
+        placement = Placement(offload, found, False, offload.host_bytes() if known else None)
+    profile = ConfigProfile(
+        source, tokens, batch, compress=compress, rates=rates, progress=progress, placement=placement
+    )
     fixed = {**source.fixed, **source.extra}
     chosen = profile.fastest(profile.chain(), budget, fixed)
     about = [*source.about, _times(rated, device is None)]

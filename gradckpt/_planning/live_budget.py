@@ -20,8 +20,10 @@ from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.places import place_of
 from gradckpt._models.switch import BUDGET, enable, take_off
 from gradckpt._models.weak import WeakModule
+from gradckpt._offload import OffloadLike, parse_offload
 from gradckpt._planning.agreement import agreed
 from gradckpt._planning.block_times import RegionCosts, measure_regions
 from gradckpt._planning.blocks import regions_to_plan
@@ -30,6 +32,7 @@ from gradckpt._planning.comparison import quiet, unwrapped
 from gradckpt._planning.optimizers import state_bytes, torch_optimizer
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
 from gradckpt._planning.parameter_walk import Found, ParameterWalk
+from gradckpt._planning.placement import Placement, placement_of
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.sharded import is_sharded, refuse_shards, trained_parts
@@ -44,15 +47,19 @@ logger = logging.getLogger("gradckpt")
 class LiveBudget:
     """The plan of a model for a budget, from its first training call on.
 
-    ``budget``, ``compress``, ``optimizer``: as for :func:`gradckpt.plan`. ``modules``: as for
-    :func:`gradckpt.enable`. ``plan``: the present one; None until the first call.
+    ``budget``, ``compress``, ``optimizer``, ``offload``: as for :func:`gradckpt.plan`.
+    ``modules``: as for :func:`gradckpt.enable`. ``plan``: the present one; None until the first
+    call.
     """
 
     _first = True  # no plan was made yet
     _busy = False  # a plan is being made
 
-    def __init__(self, model: Module, budget: Any, compress: Any, modules: Any, optimizer: Any) -> None:
-        self.budget, self.compress = budget, compress
+    def __init__(
+        self, model: Module, budget: Any, compress: Any, modules: Any, optimizer: Any, offload: OffloadLike = None
+    ) -> None:
+        self.budget, self.compress, self.offload = budget, compress, parse_offload(offload)
+        place_of(self.offload)  # its errors are said now
         self._step_only = parse_budget(budget, device_of(model)).step_only
         refuse_compiled(model)
         refuse_shards(model)
@@ -71,6 +78,7 @@ class LiveBudget:
         #: Of shapes of which none covers another; with what each plan knows.
         self._plans: dict[Shapes, tuple[Plan, Profile, dict[str, int]]] = {}
         self._costs: RegionCosts | None = None
+        self._placement: Placement | None = None  # its link is measured once
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
         self._setup: Any = None  # what is trained and where, and autocast, that plans are for
@@ -80,7 +88,7 @@ class LiveBudget:
         self._known = {"gradients": 0, "reductions": 0, "states": 0, "outputs": 0}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("budget", "compress", "_blocks", "_counts_optimizer", "_step_only", "plan")
+        kept = ("budget", "compress", "offload", "_blocks", "_counts_optimizer", "_step_only", "plan")
         return {key: vars(self)[key] for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -95,7 +103,8 @@ class LiveBudget:
 
     def is_same(self, other: LiveBudget) -> bool:
         """Return whether both plan the same modules for the same budget."""
-        return (self.budget, self.compress, self.modules) == (other.budget, other.compress, other.modules)
+        mine, others = ((each.budget, each.compress, each.offload, each.modules) for each in (self, other))
+        return mine == others
 
     # ---- on the model
 
@@ -286,10 +295,18 @@ class LiveBudget:
         """Set the profile to that of a step with these arguments, and note what else is there."""
         step = _Step(model, bool(self._holds_outputs))
         optimizer = self._optimizer() if self._optimizer is not None else None
+        if self._placement is None:
+            self._placement = placement_of(self.offload, device_of(model))
         try:
             with alone(model):
                 profile = Profile(
-                    model, step, (args, kwargs), modules=self.modules, compress=self.compress, optimizer=optimizer
+                    model,
+                    step,
+                    (args, kwargs),
+                    modules=self.modules,
+                    compress=self.compress,
+                    optimizer=optimizer,
+                    placement=self._placement,
                 )
         except NotOnPaper as reason:
             raise ValueError(

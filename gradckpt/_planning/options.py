@@ -11,11 +11,15 @@ from gradckpt._codec_names import resolve_codec
 from gradckpt._config import CompressionConfig, parse_compress
 from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._models.rules import Settings, parse_options
+from gradckpt._offload import Offload, parse_offload
 
 __all__ = ["KEEP", "RECOMPUTE", "Option", "allowed", "find_option"]
 
 #: Of policies: those that keep least first.
 _POLICIES = ("save_attention", "every_other_matmul", "save_matmuls", "save_attention|save_matmuls")
+
+#: The end of the names of options whose payloads get a place.
+_OFFLOADED = ", offload"
 
 #: Codecs that ``error=`` permits where ``compress=`` says nothing.
 _LOSSY = ("int8", "int6", "int4")
@@ -35,7 +39,27 @@ class Option:
         """Return the keywords of :func:`gradckpt.checkpoint`; None: the region stays as it is."""
         if self.rule == "skip":
             return None
-        return parse_options(self.rule, {}, ("recompute",))
+        return parse_options(self.rule, {}, ("recompute", "offload"))
+
+    @property
+    def place(self) -> Offload | None:
+        """Where the payloads live; None: on their device."""
+        return None if isinstance(self.rule, str) else parse_offload(self.rule.get("offload"))
+
+    def beside(self, options: Iterable[Option]) -> Option | None:
+        """Return the option that does the same without a place, if it is among these."""
+        name = self.name.removesuffix(_OFFLOADED)
+        return next((each for each in options if each.name == name), None) if self.place is not None else None
+
+    @property
+    def recomputes(self) -> bool:
+        """False: what autograd saves is kept."""
+        return not isinstance(self.rule, str) and bool(self.rule.get("recompute", True))
+
+    @property
+    def encodes(self) -> bool:
+        """True if payloads are compressed."""
+        return not isinstance(self.rule, str) and self.rule.get("compress") not in (None, False, "raw")
 
     def without_policy(self) -> str:
         """Return what the option does beside its policy, as text."""
@@ -72,11 +96,18 @@ def _lossy(codec: str) -> str | None:
     return codec if _C.codec_info(codec)["max_error"] else None
 
 
-def allowed(compress: Any, error: bool) -> list[Option]:
+def _offloaded(option: Option, place: Mapping[str, Any]) -> Option:
+    """Return the same with payloads in a place; what is kept as it is becomes ``raw`` payloads."""
+    rule = {"compress": "raw", "recompute": False} if option == KEEP else option.rule
+    return Option(f"{option.name}{_OFFLOADED}", {**rule, "offload": dict(place)}, option.codec)
+
+
+def allowed(compress: Any, error: bool, offload: Offload | None = None) -> list[Option]:
     """Return the options that a plan may choose from, in a fixed order.
 
     ``compress``: the codec or codecs that the user permits; ``None``: exact options alone, or with
-    an ``error`` budget the codecs int8, int6 and int4.
+    an ``error`` budget the codecs int8, int6 and int4. ``offload``: the place that payloads may
+    have.
 
     Raises:
         ValueError, TypeError: A codec is unknown or not for activations.
@@ -86,6 +117,10 @@ def allowed(compress: Any, error: bool) -> list[Option]:
     found += [_recompute(None, policy) for policy in _POLICIES]
     for codec in codecs:
         found += [_compress(codec), _recompute(codec), _recompute(codec, f"save_matmuls:{codec}")]
+    if offload is not None:
+        plain = [KEEP, RECOMPUTE, _compress("lossless")]
+        plain += [make(codec) for codec in codecs for make in (_compress, _recompute)]
+        found += [_offloaded(option, offload.to_dict()) for option in plain]
     return found
 
 

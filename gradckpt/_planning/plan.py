@@ -10,9 +10,12 @@ import torch
 from torch.nn import Module
 
 from gradckpt._models.switch import UNSET, Modules, Unset, check_model
+from gradckpt._offload import OffloadLike, parse_offload
 from gradckpt._planning.agreement import agreed
 from gradckpt._planning.budget import device_of, parse_budget, parse_error, refuse_compiled
 from gradckpt._planning.comparison import Comparison, compare, step_of, unwrapped
+from gradckpt._planning.links import parse_link
+from gradckpt._planning.placement import placement_of
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan, plan_of
 from gradckpt._planning.sharded import is_sharded, reduces, refuse_shards
@@ -42,6 +45,8 @@ if TYPE_CHECKING:  # typing keeps overloads that it meets at run time
         error: float | str | None = None,
         optimizer: Any = None,
         profile: Plan | str | os.PathLike[str] | None = None,
+        offload: OffloadLike = None,
+        link: float | str | None = None,
     ) -> Plan: ...
 
 
@@ -57,6 +62,8 @@ def plan(
     error: float | str | None = None,
     optimizer: Any = None,
     profile: Plan | str | os.PathLike[str] | None = None,
+    offload: OffloadLike = None,
+    link: float | str | None = None,
 ) -> Comparison | Plan:
     """Compute the memory that a training step of a model needs in each ready setting; or with
     ``budget``, choose an option for each region so that the step stays within it.
@@ -92,6 +99,11 @@ def plan(
         profile: An earlier plan of this step, or the path of its file: what was measured for it
             counts instead of new times, and all plans that it knew are considered, too. So a larger
             budget, or error, never gives a slower plan.
+        offload: The place that payloads may have, ``"cpu"``, ``"disk"`` or an
+            :class:`gradckpt.Offload`: the plan decides which do. Its ring on the device, or the
+            host memory of tensors that are on the CPU, counts in the budget.
+        link: The rate of the link to that place in GB/s, or ``"pcie4"``, ``"pcie5"``,
+            ``"nvlink-c2c"`` or ``"nvme"``. ``None``: it is measured.
 
     Returns:
         Without ``budget``, a table of settings to be printed. With it, a :class:`gradckpt.Plan`:
@@ -108,6 +120,7 @@ def plan(
     refuse_shards(model)
     if isinstance(budget, Unset):
         others = {"compress": compress, "error": error, "optimizer": optimizer, "profile": profile}
+        others |= {"offload": offload, "link": link}
         for name, value in others.items():
             if value is not None:
                 raise ValueError(f'gradckpt: {name}= needs budget=; pass one, as in budget="60GiB"')
@@ -120,11 +133,18 @@ def plan(
     refuse_compiled(model)
     limit = parse_budget(budget, device_of(model))
     allowed_error = None if error is None else parse_error(error)
+    place = parse_offload(offload)
+    if place is None and link is not None:
+        raise ValueError('gradckpt: link= needs offload=; pass a place, as in offload="cpu"')
+    given_link = None if link is None else parse_link(link)
     run = step_of(model, batch)
     given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
     earlier = None if profile is None else plan_of(profile, "profile")
     if is_sharded(model):
         _check_sharded(model, allowed_error)
+    if given_link is None and earlier is not None and earlier.offloaded is not None:
+        given_link = earlier.offloaded.link
+    placement = placement_of(place, device_of(model), given_link)
     with alone(model):
         try:
             found = Profile(
@@ -135,6 +155,7 @@ def plan(
                 compress=compress,
                 limits_error=error is not None,
                 optimizer=optimizer,
+                placement=placement,
             )
         except NotOnPaper as reason:
             raise ValueError(

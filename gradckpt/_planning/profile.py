@@ -15,6 +15,7 @@ from torch.nn import Module
 from gradckpt import _C
 from gradckpt._apart import apart
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.places import figures
 from gradckpt._gradient_error import StepErrors
 from gradckpt._models.switch import Modules
 from gradckpt._planning.block_times import RegionCosts, measure_regions, wait
@@ -26,6 +27,7 @@ from gradckpt._planning.error_search import approach
 from gradckpt._planning.needed_memory import held_blocks
 from gradckpt._planning.optimizers import optimizer_memory
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
+from gradckpt._planning.placement import Placement
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
 from gradckpt._planning.sharded import gathered_bytes, missing_gradient_bytes, real_steps, refuse_shards
@@ -65,6 +67,7 @@ class Profile(StepProfile):
         compress: The codecs that a plan may use.
         limits_error: Plans will have an error budget, which permits lossy codecs.
         optimizer: The optimizer that counts, or None.
+        placement: Where payloads may live, or None: on their device.
 
     ``fixed``: the bytes that are there during the whole step, by name, as they are now.
 
@@ -85,6 +88,7 @@ class Profile(StepProfile):
         compress: Any = None,
         limits_error: bool = False,
         optimizer: Any = None,
+        placement: Placement | None = None,
     ) -> None:
         self._step = run
         self._batch = batch
@@ -106,7 +110,8 @@ class Profile(StepProfile):
         with quiet():
             blocks = regions_to_plan(model, modules)
         refuse_shards(model, blocks)
-        super().__init__(model, blocks, allowed(compress, limits_error))
+        offload = None if placement is None else placement.offload
+        super().__init__(model, blocks, allowed(compress, limits_error, offload), placement)
         self._before = None
         self._count(optimizer)
 
@@ -133,7 +138,8 @@ class Profile(StepProfile):
         """Return the step on paper with an option for each block."""
         key = tuple(options), concentrated
         if key not in self._traced:
-            self._traced[key], inputs, remark = apart_on_paper(functools.partial(self._trace, *key), self._keep)
+            found, inputs, remark = apart_on_paper(functools.partial(self._trace, *key), self._keep)
+            self._traced[key] = self._noted(found, key[0])
             self._inputs = self._inputs or inputs
             self.remark = self.remark or remark
         return self._traced[key]
@@ -328,7 +334,9 @@ class Profile(StepProfile):
             return False
         try:
             with quiet():
+                rings = figures().get("ring", 0)
                 peak = peak_of_run(self.model, self.setting(self.of_choice(choice)), self._step, self._real_batch).size
+                peak -= figures().get("ring", 0) - rings  # which its trace has apart from the peak
         except torch.OutOfMemoryError:
             self._may_run = False
             self.notes.append("A real step of the plan ran out of memory here.")

@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from gradckpt._models.switch import Handle, disable, enable
 from gradckpt._planning.hints import IN_PYTHON, advice
+from gradckpt._planning.links import Link
 from gradckpt._planning.options import KEEP, Option
 from gradckpt._planning.plan_reader import SIGNED, UNBOUNDED, damaged, read_record
 from gradckpt._planning.saved_profile import SavedProfile
@@ -21,7 +22,7 @@ from gradckpt._planning.sharded import class_of, named_modules, parameters_befor
 from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
-__all__ = ["Plan", "PlannedRegion", "digest_of", "outside_of", "plan_of"]
+__all__ = ["Offloaded", "Plan", "PlannedRegion", "digest_of", "outside_of", "plan_of"]
 
 #: Of plan files.
 _VERSION = 1
@@ -47,6 +48,30 @@ class PlannedRegion:
 
 
 @dataclasses.dataclass(frozen=True)
+class Offloaded:
+    """What a plan that may offload does. ``place``: ``"cpu"`` or ``"disk"``. ``bytes``: of payloads
+    that are there when the backward begins. ``room``: bytes of the budget that their ring, or their
+    host memory, takes. ``seconds``: how long the step waits for them, by simulation. ``link``: its
+    rates. ``why``: a sentence about offload and this plan, or "".
+    """
+
+    place: str
+    bytes: int
+    room: int
+    seconds: float
+    link: Link
+    why: str = ""
+
+    def __str__(self) -> str:
+        if not self.bytes:
+            return f"Nothing is offloaded; the link: {self.link}."
+        return (
+            f"Offloaded to {self.place!r}: {format_bytes(self.bytes)}, through {format_bytes(self.room)} that count in "
+            f"the budget. The step waits {self.seconds * 1e3:.3g} ms for them, by simulation; the link: {self.link}."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """An option for each region of a model, within a budget; ``print(plan)`` shows a table.
 
@@ -63,7 +88,7 @@ class Plan:
     ``about``: the assumptions, in sentences. ``outside``: the
     shapes of the parameters that no region has, by name. ``profile``: what was measured for it,
     with which ``gradckpt.plan(..., profile=plan)`` plans for another budget; None with estimated
-    times.
+    times. ``offloaded``: what goes to another place; None: nothing may.
     """
 
     model: str
@@ -87,6 +112,7 @@ class Plan:
     needed: int | None = None
     outside: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False)
     profile: SavedProfile | None = dataclasses.field(default=None, repr=False)
+    offloaded: Offloaded | None = None
     hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False, compare=False)
 
     # ---- use
@@ -229,6 +255,8 @@ class Plan:
         if self.error is not None:
             allowed = f" of {self.error_budget:.2%}" if self.error_budget is not None else ""
             said.append(f"Gradients differ by {self.error:.2%}{allowed}, measured on this batch.")
+        if self.offloaded is not None and self.offloaded.why:
+            said.append(self.offloaded.why)
         return " ".join(said)
 
     def _limit(self) -> str:
@@ -258,6 +286,8 @@ class Plan:
         lines.append(f"Smallest budget: {smallest}.")
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.fixed.items() if size)
         lines.append(f"During the whole step: {format_bytes(held)} ({parts}).")
+        if self.offloaded is not None:
+            lines.append(str(self.offloaded))
         return "\n".join([*lines, *self.about])
 
 

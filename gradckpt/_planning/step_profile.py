@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -16,13 +18,28 @@ from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose,
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.needed_memory import memory_use
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
-from gradckpt._planning.region_plan import Plan, PlannedRegion, digest_of, outside_of
+from gradckpt._planning.placement import Call, Placement, placed_by_block
+from gradckpt._planning.region_plan import Offloaded, Plan, PlannedRegion, digest_of, outside_of
 from gradckpt._planning.sharded import class_of, named_modules, parameters_before
 from gradckpt._planning.step_trace import StepTrace, total
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes
 
 __all__ = ["NoPlan", "StepProfile"]
+
+#: More bytes than any budget has.
+_NEVER = 1 << 59
+
+#: Prices of placed bytes that plans are made for, in parts of what they take on a busy link; and
+#: seconds of a region that should place none.
+_PRICES, _DEAR = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0), 1e4
+
+#: Of a plan: changes that are tried on paper, if their peaks are about within the limit by the
+#: chain; of two blocks at a time, if there are not more of one; and new traces of all plans.
+_TRIES, _NEAR, _FEW, _TRACES = 6, 1.015, 64, 16
+
+#: Parts for which waiting does not count, of a step's time, and codecs do not, of offloaded bytes.
+_HIDDEN, _FEW_BYTES = 0.005, 0.1
 
 
 class NoPlan(ValueError):
@@ -64,6 +81,7 @@ class StepProfile(abc.ABC):
     the regions, and ``step_seconds``: of the step with exact recomputing; set before a plan is
     made. ``weights``: of the squares of the blocks' errors, which sum up to that of the step's.
     ``estimated``: these times come from a data sheet. ``hints``: as in :class:`Plan`.
+    ``placement``: where payloads may live, None: on their device.
     """
 
     estimated = False
@@ -72,8 +90,15 @@ class StepProfile(abc.ABC):
     device_blocks: Sequence[int] | None = None
     hints: Mapping[str, Sequence[str]] = IN_PYTHON
 
-    def __init__(self, model: Module, blocks: Sequence[Module], options: Sequence[Option]) -> None:
+    def __init__(
+        self,
+        model: Module,
+        blocks: Sequence[Module],
+        options: Sequence[Option],
+        placement: Placement | None = None,
+    ) -> None:
         self.model = model
+        self.placement = placement
         self.blocks = list(blocks)
         self.options = list(options)
         self._names = {id(module): name for name, module in named_modules(model).items()}
@@ -85,16 +110,21 @@ class StepProfile(abc.ABC):
         if self._depends:
             self.largest = {option: self.largest_of([option] * len(self.blocks)) for option in self.options}
         self.calls = self.chain().calls
+        self._places = {o: placed_by_block(trace.segments) for o, trace in self.traces.items() if trace.placed}
+        self._waits: dict[Choice, float] = {}  # seconds
+        self._seen: set[Choice] = set()  # choices that were traced
         self.costs: CostSource | None = None
         self.step_seconds = 0.0
         self.weights = [1.0] * len(self.blocks)
 
     def _distinct(self) -> list[Option]:
         """Return the options without those that do the same here as one before: whose policies find
-        nothing, or nothing more.
+        nothing, or nothing more, or whose payloads get no place.
         """
         found: dict[Any, Option] = {}
         for option in self.options:
+            if option.place is not None and not self.traces[option].placed:
+                continue
             work = tuple((each.name, each.times, total(each.work)) for each in self.traces[option].segments)
             found.setdefault((option.without_policy(), work), option)
         return list(found.values())
@@ -110,6 +140,10 @@ class StepProfile(abc.ABC):
     def largest_of(self, options: Sequence[Option]) -> StepTrace:
         """Return the step that needs most, whatever experts tokens choose."""
         return self.trace(options, concentrated=self._depends)
+
+    def _noted(self, trace: StepTrace, options: Sequence[Option]) -> StepTrace:
+        """Note in a trace what a place takes, which each trace of a plan has."""
+        return trace if self.placement is None else self.placement.note(trace, options)
 
     def setting(self, options: Sequence[Option], blocks: Sequence[Module] | None = None) -> Setting:
         """Return the setting of the model with an option for each block."""
@@ -127,19 +161,26 @@ class StepProfile(abc.ABC):
 
     def trace_of(self, choice: Choice) -> StepTrace:
         """Return the step on paper with an option for each call, that which needs most."""
+        self._seen.add(choice)
         return self.largest_of(self.of_choice(choice))
 
     def lift(self, trace: StepTrace) -> int:
-        """Return the bytes that the device's allocator needs beyond the peak of a step."""
+        """Return the bytes that the device's allocator needs beyond the peak of a step, those of a
+        ring included.
+        """
         if self.device_blocks is None:
-            return 0
+            return trace.ring
         if trace.lift is None:
-            needed = int(memory_use(trace.segments, self.device_blocks)["needed"])
+            needed = int(memory_use(trace.segments, [*self.device_blocks, trace.ring])["needed"])
             trace.lift = needed - sum(self.device_blocks) - trace.peak().size
         return trace.lift
 
     def size_of(self, trace: StepTrace) -> int:
-        """Return the bytes that count in a budget, above what is there during the whole step."""
+        """Return the bytes that count in a budget, above what is there during the whole step; more
+        than any budget where the host has no room for what is placed there.
+        """
+        if self.placement is not None and not self.placement.holds(trace):
+            return _NEVER
         return trace.peak().size + self.lift(trace)
 
     # ---- costs
@@ -150,8 +191,34 @@ class StepProfile(abc.ABC):
         return found if found is not None else Cost(0.0, 0.0)
 
     def seconds(self, choice: Choice) -> float:
-        """Return the seconds of all calls."""
-        return sum(self.cost(block, self.options[o]).seconds for block, o in zip(self.calls, choice, strict=True))
+        """Return the seconds of all calls, and for which they wait for a place."""
+        busy = sum(self.cost(block, self.options[o]).seconds for block, o in zip(self.calls, choice, strict=True))
+        return busy + self.waits(choice)
+
+    def _extra(self, block: int, option: int, unit: float, kinds: Sequence[bool]) -> float:
+        """Return the price of what a call places, for the search."""
+        size = self._placed(block, option)[0]
+        return 0.0 if not size else size * unit if self.options[option].recomputes in kinds else _DEAR
+
+    def waits(self, choice: Choice) -> float:
+        """Return the seconds for which a step waits for a place, by simulation."""
+        if self.placement is None or not any(self._placed(*each)[0] for each in zip(self.calls, choice, strict=True)):
+            return 0.0
+        if choice not in self._waits:
+            self._waits[choice] = self.placement.exposed([*map(self._call, self.calls, choice)])
+        return self._waits[choice]
+
+    def _placed(self, block: int, option: int) -> tuple[int, int]:
+        """Return the bytes that a call of a block places, and those of the largest payload."""
+        size, largest = self._places.get(self.options[option], {}).get(block, (0, 0))
+        return size // max(self.calls.count(block), 1), largest
+
+    def _call(self, block: int, option: int) -> Call:
+        chosen = self.options[option]
+        keep, recompute, seconds = (self.cost(block, each).seconds for each in (KEEP, RECOMPUTE, chosen))
+        size, largest = self._placed(block, option)
+        moves = max(seconds - (recompute if chosen.recomputes else keep), 0.0) if size else 0.0
+        return Call(keep, recompute, seconds, moves, chosen.recomputes, size, largest)
 
     def expected(self, choice: Choice) -> float:
         """Return the error of the step's gradients if those of its calls add up as squares."""
@@ -161,9 +228,18 @@ class StepProfile(abc.ABC):
     def _square(self, block: int, option: Option) -> float:
         return self.weights[block] * self.cost(block, option).error ** 2
 
-    def _costs(self, limits_error: bool) -> Costs:
-        """Return the costs of all calls."""
-        seconds = [[self.cost(block, option).seconds for option in self.options] for block in self.calls]
+    def _costs(self, limits_error: bool, price: float = 0.0, kinds: Sequence[bool] = ()) -> Costs:
+        """Return the costs of all calls; ``price``: of each byte that gets a place, in parts of
+        what it takes on a busy link; ``kinds``: the regions that may use one.
+        """
+        unit = price * self.placement.most if self.placement is not None else 0.0
+        seconds = [
+            [
+                self.cost(block, option).seconds + self._extra(block, i, unit, kinds)
+                for i, option in enumerate(self.options)
+            ]
+            for block in self.calls
+        ]
         if not limits_error:
             return Costs(seconds)
         return Costs(seconds, [[self._square(block, option) for option in self.options] for block in self.calls])
@@ -191,11 +267,120 @@ class StepProfile(abc.ABC):
             NoPlan: There is none.
         """
         limit, squares = self.limit(budget, fixed), None if error is None else error**2
-        costs = self._costs(squares is not None)
         try:
-            return choose(chain, costs, limit, squares, self.trace_of, [*self.largest.values()], self.lift)
+            return self._cheapest(chain, limit, squares)
         except Infeasible as found:
             raise self.no_plan(budget, fixed, found.smallest[1], found.trace) from None
+
+    def _cheapest(self, chain: Chain, limit: int, squares: float | None) -> Chosen:
+        """Return the fastest choice that was found, waits for a place included; the bound is
+        without waits.
+
+        What a place takes is the same for most choices that use it, so it is taken off the limit
+        beforehand: regions that recompute have one ring, others another.
+        """
+        found: list[Chosen] = []
+        none: list[Infeasible] = []
+        for kinds in self._kinds():
+            rooms = dict.fromkeys(self._rooms(kinds))
+            for room, price in itertools.product(rooms, _PRICES if kinds else (0.0,)):
+                if price and (room != max(rooms) or not found or not self.waits(found[-1].choice)):
+                    continue  # nothing waits where a place costs nothing
+                try:
+                    found.append(self._chosen(chain, limit - room, squares, kinds, price))
+                except Infeasible as error:
+                    none.append(error)
+        if not self._places:
+            if not found:
+                raise none[0]
+            return found[0]
+        most = len(self._seen) + _TRACES
+        for each in sorted(found, key=lambda each: (self.seconds(each.choice), each.choice)):
+            better = self._improved(each.choice, chain, limit, squares, most)
+            found.append(dataclasses.replace(each, choice=better, trace=self.trace_of(better)))
+        smallest = self._least(chain, squares, [each.choice for each in found])
+        within = [each.choice for each in found if self.size_of(each.trace) <= limit]
+        if not within and smallest[0] > limit:
+            raise Infeasible(smallest, self.trace_of(smallest[1]))
+        best = min(within or [smallest[1]], key=lambda each: (self.seconds(each), each))
+        seconds = self.seconds(best)
+        bound = min((each.bound for each in found), default=0.0)
+        front = next((each.front for each in found if not each.trace.placed), ())
+        return Chosen(best, self.trace_of(best), seconds, min(bound, seconds), smallest, front)
+
+    def _least(self, chain: Chain, squares: float | None, others: Sequence[Choice]) -> tuple[int, Choice]:
+        """Return the least bytes that a choice needs, and that one: of the smallest that is found,
+        of those with one option in all calls, and of others.
+        """
+        uniform = [(o,) * len(self.calls) for o in range(len(self.options))]
+        known = {self.smallest(chain, None if squares is None else squares**0.5), *others}
+        known |= {each for each in uniform if squares is None or self.expected(each) ** 2 <= squares}
+        return min((self.size_of(self.trace_of(each)), each) for each in known)
+
+    def _chosen(self, chain: Chain, limit: int, squares: float | None, kinds: Sequence[bool], price: float) -> Chosen:
+        """Return the fastest choice by these costs; what a place takes is not in the limit."""
+        costs = self._costs(squares is not None, price, kinds)
+        known = [*self.largest.values()]
+        found = choose(chain, costs, limit, squares, self.trace_of, known, lambda trace: self.lift(trace) - trace.ring)
+        return dataclasses.replace(found, bound=found.bound if not price else math.inf)
+
+    def _kinds(self) -> list[tuple[bool, ...]]:
+        """Return the sets of regions that may use a place: those that recompute, and others."""
+        kinds = sorted({option.recomputes for option in self._places})
+        return [part for n in range(len(kinds) + 1) for part in itertools.combinations(kinds, n)]
+
+    def _rooms(self, kinds: Sequence[bool]) -> tuple[int, int]:
+        """Return the most and the least bytes that a place takes where all these kinds use it."""
+        most = least = 0
+        for kind in kinds:
+            assert self.placement is not None
+            traces = [self.largest[option] for option in self._places if option.recomputes == kind]
+            most += max(trace.ring for trace in traces)
+            sizes = [size for o, of in self._places.items() if o.recomputes == kind for _, size in of.values()]
+            least += min(self.placement.room(min(sizes), min(sizes), kind), max(trace.ring for trace in traces))
+        return most, least
+
+    def _improved(self, choice: Choice, chain: Chain, limit: int, squares: float | None, most: int) -> Choice:
+        """Change options of one block, or of two of few, while the step becomes faster, waits
+        included, and its trace stays within the limit; ``most``: choices that may have been traced.
+        """
+
+        def within(each: Choice) -> bool:
+            trace = self.trace_of(each)
+            chain.correct(each, chain.levels_of(trace.segments, self.lift(trace)))
+            return self.size_of(trace) <= limit
+
+        if not within(choice):
+            return choice
+        for _ in self.calls:
+            for other in self._faster(choice, chain, limit, squares)[:_TRIES]:
+                if (other in self._seen or len(self._seen) < most) and within(other):
+                    choice = other
+                    break
+                within(choice)  # correct around it again
+            else:
+                break
+        return choice
+
+    def _faster(self, choice: Choice, chain: Chain, limit: int, squares: float | None) -> list[Choice]:
+        """Return choices that differ in one block, or in two of few, and are faster, by their
+        times; their peaks are about within the limit by the chain.
+        """
+        changes = [(block, o) for block in dict.fromkeys(self.calls) for o in range(len(self.options))]
+        sets: list[tuple[tuple[int, int], ...]] = [(change,) for change in changes]
+        if len(changes) <= _FEW:
+            sets += itertools.combinations(changes, 2)
+        now, found = self.seconds(choice), []
+        for each in sets:
+            of = dict(each)
+            other = tuple(of.get(block, option) for block, option in zip(self.calls, choice, strict=True))
+            if other == choice or max(level.size for level in chain.levels(other)) > limit * _NEAR:
+                continue
+            if squares is not None and self.expected(other) ** 2 > squares:
+                continue
+            if (seconds := self.seconds(other)) < now:
+                found.append((seconds, other))
+        return [other for _, other in sorted(set(found))]
 
     def smallest(self, chain: Chain, error: float | None = None) -> Choice:
         """Return the choice that needs the least bytes; otherwise as :meth:`fastest`."""
@@ -229,10 +414,11 @@ class StepProfile(abc.ABC):
         base = max(self.step_seconds - math.fsum(self.cost(block, RECOMPUTE).seconds for block in self.calls), 0.0)
         options = self.of_choice(chosen.choice)
         binds = chosen.trace.peak()
-        peak, at_most = chosen.peak + held, None
-        needed = None if self.device_blocks is None else peak + self.lift(chosen.trace)
+        ring = chosen.trace.ring
+        peak, at_most = chosen.peak + held + ring, None
+        needed = None if self.device_blocks is None else chosen.peak + held + self.lift(chosen.trace)
         if chosen.trace.data_dependent:
-            peak, at_most = self.trace(options).peak().size + chosen.excess + held, peak
+            peak, at_most = self.trace(options).peak().size + chosen.excess + held + ring, peak
             about = [*about, "Times are for equally used experts; the budget is kept whatever tokens choose."]
         return Plan(
             model=class_of(self.model).__name__,
@@ -256,7 +442,32 @@ class StepProfile(abc.ABC):
             needed=needed,
             outside=outside_of(self.model, self.blocks),
             hints=self.hints,
+            offloaded=self._offloaded(chosen, budget, fixed),
         )
+
+    def _offloaded(self, chosen: Chosen, budget: Budget, fixed: Mapping[str, int]) -> Offloaded | None:
+        """Return what the plan offloads, and why not more."""
+        if self.placement is None:
+            return None
+        placed = [self.size_of(trace) for trace in self.largest.values() if trace.placed]
+        others = [self.size_of(trace) for trace in self.largest.values() if not trace.placed]
+        chosen_options = {self.options[o] for o in chosen.choice}
+        waits, offload, trace = self.waits(chosen.choice), self.placement.offload, chosen.trace
+        why = ""
+        if trace.placed:
+            placed_by = [
+                (self.options[o], self._placed(b, o)[0]) for b, o in zip(self.calls, chosen.choice, strict=True)
+            ]
+            encoded = sum(size for option, size in placed_by if option.encodes)
+            if waits <= _HIDDEN * chosen.seconds and encoded <= _FEW_BYTES * trace.placed:
+                why = "The link is fast enough that no codec is needed: payloads move as they are."
+        elif not placed:
+            why = f"Nothing can be offloaded to {offload.place!r}: it is there, or smaller than min_bytes."
+        elif min(placed) >= min(others):
+            why = f"Offload would not lower the peak: {trace.peak().position} binds."
+        elif chosen_options != {KEEP}:
+            why = "Offload would lower the peak, and this plan is faster than those that offload."
+        return Offloaded(offload.place, trace.placed, trace.ring, waits, self.placement.link, why)
 
     def _front(self, chosen: Chosen) -> tuple[tuple[int, float], ...]:
         """Return bytes and seconds of plans, from the smallest one on; the planner's, and those two

@@ -68,7 +68,8 @@ class Peak:
 @dataclasses.dataclass(slots=True)
 class Segment:
     """A stretch of the step: ``phase`` of ``block``. ``events``: (bytes, kind). ``payload_bytes``:
-    codecs read and write them for what they encode here. It counts ``times`` times. ``changes``: on
+    codecs read and write them for what they encode here. ``placed_bytes``: of payloads that get a
+    place here, and ``largest`` of one. It counts ``times`` times. ``changes``: on
     a device the allocations and releases themselves, as
     :func:`gradckpt._planning.needed_memory.pairs` reads them.
     """
@@ -78,6 +79,8 @@ class Segment:
     events: list[tuple[int, int]]
     work: list[Work]
     payload_bytes: int = 0
+    placed_bytes: int = 0
+    largest: int = 0
     times: int = 1
     changes: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"))
 
@@ -191,12 +194,15 @@ class _Up:
 @dataclasses.dataclass(slots=True)
 class StepTrace:
     """One step. ``data_dependent``: sizes depended on which experts tokens choose. ``lift``: what
-    the allocator needs beyond the peak; None: it was not asked yet.
+    the allocator needs beyond the peak; None: it was not asked yet. ``ring``: bytes that a place
+    takes of what the budget counts, and ``placed`` those of the payloads in it.
     """
 
     segments: list[Segment]
     data_dependent: bool
     lift: int | None = None
+    ring: int = 0
+    placed: int = 0
 
     def peaks(self, gradient_scale: float = 1.0) -> list[Peak]:
         """Return the peak of each segment, in order.
@@ -262,9 +268,11 @@ def trace_step(
         with uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
             batch = _map(lambda x: _batch_on_paper(mode, x), batch)
             before = _payload_bytes()
+            placed = placed_before = _C.placed_on_paper()
             with refuse_reads(mode), cuda_kernels() if cuda else contextlib.nullcontext(), mode:
                 try:
                     run(batch)
+                    placed = _C.placed_on_paper()
                 except Exception as error:
                     _refuse_writes(mode, originals)
                     if isinstance(error, NotOnPaper) or (operator := higher_order_in(error)) is None:
@@ -283,7 +291,7 @@ def trace_step(
         torch.clear_autocast_cache()  # of casts on paper
         rewind_host()
     events = mode.events[:]
-    bounds = [_Mark(0, before, "", -1), *marks, _Mark(len(events), after, "", -1)]
+    bounds = [_Mark(0, before, placed_before, "", -1), *marks, _Mark(len(events), after, placed, "", -1)]
     segments = _segments(events, mode.work, bounds, gradients, with_changes=cuda)
     return StepTrace(_enlarged(segments, mode.rest) if mode.data_dependent else segments, mode.data_dependent)
 
@@ -356,10 +364,13 @@ _FORWARD, _BETWEEN, _BACKWARD = "forward", "end", "backward"
 
 
 class _Mark(NamedTuple):
-    """Where a segment begins: the number of events and the codecs' bytes until there."""
+    """Where a segment begins: the number of events and the codecs' bytes until there. ``placed``:
+    bytes that have a place until there, and the most of one since the mark before.
+    """
 
     events: int
     payload_bytes: int
+    placed: tuple[int, int]
     phase: str
     block: int
 
@@ -377,7 +388,7 @@ def _marked(blocks: Sequence[Module], mode: PaperMode, marks: list[_Mark]) -> It
     """Note where each block's forward and backward begin."""
 
     def mark(phase: str, block: int) -> None:
-        marks.append(_Mark(len(mode.events), _payload_bytes(), phase, block))
+        marks.append(_Mark(len(mode.events), _payload_bytes(), _C.placed_on_paper(), phase, block))
 
     def before(block: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
@@ -418,7 +429,7 @@ def _segments(
     works = iter(work)
     pending = next(works, None)
     backward = False
-    for index, ((begin, payload_bytes, phase, block), after) in enumerate(itertools.pairwise(marks)):
+    for index, ((begin, payload_bytes, placed, phase, block), after) in enumerate(itertools.pairwise(marks)):
         end = after.events
         backward = backward or phase == _BACKWARD
         is_loss = index == last
@@ -438,7 +449,15 @@ def _segments(
             pending = next(works, None)
         name = "loss" if is_loss else phase or "before the layers"
         moved = after.payload_bytes - payload_bytes
-        made = Segment(name, None if is_loss or not phase else block, inside, done, moved)
+        made = Segment(
+            name,
+            None if is_loss or not phase else block,
+            inside,
+            done,
+            moved,
+            after.placed[0] - placed[0],
+            after.placed[1],
+        )
         if with_changes:
             made.changes.extend(x for event in events[begin:end] for x in (event.size, event.storage))
         segments.append(made)

@@ -38,10 +38,13 @@ def turn_on(model, name, given, **own):
 
 class TestKeys:
     def test_beside_a_budget_or_a_plan(self):
+        keys.check_alone({"budget": "1GiB", "offload": "cpu"})
+        with pytest.raises(ValueError, match="plan= and offload= exclude each other, since the plan decides"):
+            keys.check_alone({"plan": "plan.json", "offload": True})
         for given in ({"budget": "1GiB", "compress": "int8"}, {"plan": "plan.json"}):
             assert keys.plan_keywords({**given, "use_reentrant": False}) == given
             keys.check_alone({**given, "use_reentrant": False})
-            for key, value in (("use_reentrant", True), ("policy", "save_attention"), ("offload", True)):
+            for key, value in (("use_reentrant", True), ("policy", "save_attention"), ("every_n_layers", 2)):
                 with pytest.raises(ValueError, match=f"and {key}= exclude each other, since the (budget|plan) decides"):
                     keys.check_alone({**given, key: value})
             with pytest.raises(ValueError, match=r"^gradckpt: error= is for gradckpt\.plan\(.*; apply its plan"):

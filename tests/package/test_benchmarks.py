@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 DEMO = "--layers 1 --seq 32 --steps 1 --codecs int8"
 #: Their small forms.
 SMALL = {
-    "bench_budget": ["peaks", "times", "holds", "error", "monotone", "deterministic", "torch"],
+    "bench_budget": ["peaks", "times", "holds", "error", "monotone", "deterministic", "torch", "places"],
     "bench_candidates": [""],
     "bench_codecs": ["", "--dtype float32 --isa avx2", "--dtype bool", "--stochastic --isa avx2"],
     "bench_compile": [""],

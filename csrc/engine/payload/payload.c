@@ -84,10 +84,11 @@ static int make_bytes(gck_payload *self, int use, PyObject *place)
 {
     gck_py *py = &self->state->py;
     const int ours = !self->codec->may_overflow && (use == GCK_FOR_REGION || use == GCK_FOR_USER);
-    int made = place == NULL || use != GCK_FOR_REGION || !self->has_values
-             ? 0 : gck_placed_take(self->state, place, self->nbytes, self->device, self->stream, &self->placed);
+    int made = place == NULL || use != GCK_FOR_REGION ? 0
+             : !self->has_values ? gck_placed_take_on_paper(place, self->nbytes, &self->placed)
+             : gck_placed_take(self->state, place, self->nbytes, self->device, self->stream, &self->placed);
 
-    if (made == 0 && place != NULL && use == GCK_FOR_REGION && self->has_values && keeps_as_it_is(self->codec)) {
+    if (made == 0 && place != NULL && use == GCK_FOR_REGION && keeps_as_it_is(self->codec)) {
         return 1;
     }
     made = made == 0 && ours ? gck_fresh_bytes(py, self->nbytes, self->device, &self->own) : made;
@@ -147,6 +148,9 @@ static gck_payload *accept(gck_payload *self, gck_payload *first)
         s->codecs[gck_codec_index(self->codec)]++;
         s->bytes_in += self->bytes_in;
         s->bytes_out += self->nbytes;
+        if (gck_is_placed(&self->placed) && !self->has_values) {
+            gck_paper_placed(self->nbytes);
+        }
     }
     count_use(self);
     return (gck_payload *)Py_NewRef((PyObject *)self);
