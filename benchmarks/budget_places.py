@@ -21,7 +21,7 @@ from gradckpt._settings import EXACT
 MIB = 2**20
 STEPS = 9
 WITHIN = 0.25
-#: Host memory of the place counts in the budget: this part of what the step adds without checkpointing.
+#: Host memory of the place counts in the budget: this part of what the plain step adds.
 HOST = 100
 
 

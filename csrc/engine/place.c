@@ -244,7 +244,7 @@ int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int devic
 
 int gck_placed_take_on_paper(PyObject *place, int64_t nbytes, gck_placed *placed)
 {
-    const gck_place *self = (gck_place *)place;
+    const place_object *self = (place_object *)place;
     const int device = gck_counts_as_device(-1), moves = device || self->directory != NULL;
     const int fits = nbytes <= self->host_budget && (!device || self->ring == AUTO || nbytes <= self->ring);
     const int taken = moves && fits && nbytes >= self->min_bytes && nbytes > 0;

@@ -81,7 +81,7 @@ int64_t gck_ranges_take(gck_ranges *ranges, int64_t nbytes, void *const *stream,
     return offset;
 }
 
-/* Earlier uses that the last one of this part came after: whoever took it waited for them. */
+/* Forget earlier uses that the last one of this part came after: who took it waited for them. */
 static void supersede(gck_ranges *ranges, int64_t offset, int64_t nbytes)
 {
     for (int64_t i = ranges->n; i-- > 0;) {
