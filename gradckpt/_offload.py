@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from gradckpt._host_memory import free_host_memory
 from gradckpt._sizes import parse_bytes
 
-__all__ = ["PLACES", "Offload", "OffloadLike", "parse_offload"]
+__all__ = ["PLACES", "Offload", "OffloadLike", "parse_offload", "plain_data"]
 
 #: The file's directory: kept across reboots, so hardly ever in memory.
 _DIRECTORY = "/var/tmp"
@@ -89,12 +89,6 @@ class Offload:
         ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)  # of this machine, which share its memory
         return int(free_host_memory() * float(str(self.host_budget).rstrip("%")) / 100 / ranks)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, which ``offload=`` takes."""
-        found = dataclasses.asdict(self)
-        directory = None if self.directory is None else os.fspath(self.directory)
-        return {key: value for key, value in {**found, "directory": directory}.items() if value is not None}
-
     def _path(self) -> str:
         if not isinstance(self.directory, (str, os.PathLike)) or not (path := os.fsdecode(self.directory)):
             raise TypeError(f"gradckpt: directory={self.directory!r} is no path; pass the name of a folder")
@@ -114,6 +108,13 @@ def _host_budget(size: int | str) -> int | str:
 def _own_bytes(size: int | str) -> int | str:
     """Return the bytes of a size; "auto" stays."""
     return size if size == "auto" or size == 0 else parse_bytes(size, forms='"auto", "2GiB", 0 or a number of bytes')
+
+
+def plain_data(offload: Offload) -> dict[str, Any]:
+    """Return plain data, which ``offload=`` takes."""
+    directory = None if offload.directory is None else os.fspath(offload.directory)
+    given = {**dataclasses.asdict(offload), "directory": directory}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 #: What ``offload=`` may be.

@@ -11,7 +11,7 @@ from gradckpt._codec_names import resolve_codec
 from gradckpt._config import CompressionConfig, parse_compress
 from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._models.rules import Settings, parse_options
-from gradckpt._offload import Offload, parse_offload
+from gradckpt._offload import Offload, parse_offload, plain_data
 
 __all__ = ["KEEP", "RECOMPUTE", "Option", "allowed", "find_option"]
 
@@ -120,7 +120,7 @@ def allowed(compress: Any, error: bool, offload: Offload | None = None) -> list[
     if offload is not None:
         plain = [KEEP, RECOMPUTE, _compress("lossless")]
         plain += [make(codec) for codec in codecs for make in (_compress, _recompute)]
-        found += [_offloaded(option, offload.to_dict()) for option in plain]
+        found += [_offloaded(option, plain_data(offload)) for option in plain]
     return found
 
 

@@ -7,6 +7,7 @@ import torch
 from planned_nets import Block, Net
 
 import gradckpt
+from gradckpt._offload import plain_data
 from gradckpt._planning import block_times
 from gradckpt._planning import options as planning_options
 from gradckpt._planning import profile as planning_profile
@@ -237,7 +238,7 @@ def test_rules_of_modules_name_places():
     first, second, third = model.blocks
     rules = {
         first: {"compress": None, "offload": place},
-        second: {"compress": "raw", "recompute": False, "offload": place.to_dict()},
+        second: {"compress": "raw", "recompute": False, "offload": plain_data(place)},
         third: {"compress": None},
     }
     handle = gradckpt.enable(model, None, modules=rules)
