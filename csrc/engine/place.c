@@ -273,12 +273,11 @@ void *gck_placed_memory(const gck_placed *placed)
 /* An answer of the device that its errors come from.  0 or -1. */
 static int answered(const gck_placed *placed, int status)
 {
-    if (status == 0) {
-        return 0;
+    if (status != 0) {
+        PyErr_Format(PyExc_RuntimeError, "gradckpt: a device could not offload a payload: %s; train without offload=",
+                     error_of(placed, status));
     }
-    PyErr_Format(PyExc_RuntimeError, "gradckpt: a device could not offload a payload: %s; train without offload=",
-                 error_of(placed, status));
-    return -1;
+    return status == 0 ? 0 : -1;
 }
 
 int gck_placed_written(gck_placed *placed, void *stream)
@@ -370,16 +369,6 @@ int gck_place_of(gck_state *state, PyObject *offload, PyObject **place)
 
 /* ---- the Python type ---- */
 
-static void free_offloaders(place_object *self)
-{
-    for (int i = 0; i < self->n; i++) {
-        Py_BEGIN_ALLOW_THREADS                   /* their copies end */
-        gck_offloader_free(self->devices[i].offloader);
-        Py_END_ALLOW_THREADS
-        Py_DECREF(self->devices[i].memory);
-    }
-}
-
 static void place_dealloc(PyObject *op)
 {
     place_object *self = (place_object *)op;
@@ -387,7 +376,12 @@ static void place_dealloc(PyObject *op)
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
     }
-    free_offloaders(self);
+    for (int i = 0; i < self->n; i++) {
+        Py_BEGIN_ALLOW_THREADS                   /* their copies end */
+        gck_offloader_free(self->devices[i].offloader);
+        Py_END_ALLOW_THREADS
+        Py_DECREF(self->devices[i].memory);
+    }
     if (self->store != NULL) {
         Py_BEGIN_ALLOW_THREADS                   /* its threads end */
         gck_byte_store_free(self->store);
@@ -455,7 +449,7 @@ static PyObject *place_figures(PyObject *op, PyObject *unused)
     place_object *self = (place_object *)op;
     gck_byte_store_figures f;
     PyObject *figures;
-    int status = 0;
+    int status;
 
     (void)unused;
     gck_byte_store_read_figures(self->store, &f);
