@@ -30,6 +30,7 @@ KERNELS = {
     "lossless": 12,
     "mask": 4,
     "cuda_device": 0,
+    "link": 0,
     "driver": 0,
     "cuda_error": 0,
     "equal": 1,

@@ -65,6 +65,7 @@ class DeviceKind(ctypes.Structure):
         ("compare", ctypes.CFUNCTYPE(ctypes.c_int)),
         ("words", ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_uint32), ctypes.c_int, ctypes.c_int)),
         ("error", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)),
+        ("link", ctypes.c_void_p),
     ]
 
 

@@ -5,6 +5,8 @@
 #define GCK_WITH_CUDA 1
 #include "codec/cuda/devices.c"
 
+const gck_link gck_link_cuda = {.copy_out = NULL};
+
 int gck_is_captured_cuda(int index, void *stream, int *captured) { return (void)index, (void)stream, *captured = 0; }
 uint32_t *gck_words_cuda(int index, int n) { return (void)index, (void)n, NULL; }
 const char *gck_cuda_error(int status) { return gck_status_text(status); }

@@ -234,6 +234,7 @@ class DeviceKernels:
             "mask",
             "lossless",
             "cuda_device",
+            "link",
             "cuda_error",
             "equal",
             "driver",
