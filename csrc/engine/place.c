@@ -428,6 +428,7 @@ static int add_figures(PyObject *into, const char *name, long long value)
     return status;
 }
 
+#define FIGURE(name) || add_figures(into, #name, f.name) < 0
 static int figures_of_device(PyObject *into, gck_offloader *offloader)
 {
     gck_offloader_figures f = {.ring = 0};
@@ -435,44 +436,44 @@ static int figures_of_device(PyObject *into, gck_offloader *offloader)
     if (offloader != NULL) {
         gck_offloader_read_figures(offloader, &f);
     }
-    return add_figures(into, "ring", f.ring) < 0 || add_figures(into, "ring_used", f.ring_used) < 0
-        || add_figures(into, "ring_peak", f.ring_peak) < 0 || add_figures(into, "bytes_out", f.bytes_out) < 0
-        || add_figures(into, "bytes_in", f.bytes_in) < 0 || add_figures(into, "copies_out", f.copies_out) < 0
-        || add_figures(into, "copies_in", f.copies_in) < 0 || add_figures(into, "read_in_ring", f.read_in_ring) < 0
-        || add_figures(into, "prefetched", f.prefetched) < 0 || add_figures(into, "misses_out", f.misses_out) < 0
-        || add_figures(into, "misses_in", f.misses_in) < 0
-        || add_figures(into, "ring_lost", f.ring_lost) < 0 ? -1 : 0;
+    return 0 FIGURE(ring) FIGURE(ring_used) FIGURE(ring_peak) FIGURE(ring_lost) FIGURE(bytes_out) FIGURE(bytes_in)
+        FIGURE(copies_out) FIGURE(copies_in) FIGURE(read_in_ring) FIGURE(prefetched) FIGURE(misses_out)
+        FIGURE(misses_in) ? -1 : 0;
 }
 
 static PyObject *place_figures(PyObject *op, PyObject *unused)
 {
     place_object *self = (place_object *)op;
+    PyObject *into = PyDict_New();
     gck_byte_store_figures f;
-    PyObject *figures;
     int status;
 
     (void)unused;
     gck_byte_store_read_figures(self->store, &f);
-    figures = Py_BuildValue("{sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL sL}", "write_ns",
-                            (long long)f.write_ns, "read_ns", (long long)f.read_ns, "memory", (long long)f.memory,
-                            "memory_used", (long long)f.memory_used, "memory_peak", (long long)f.memory_peak,
-                            "memory_taken", (long long)f.memory_taken, "pinned", (long long)f.pinned, "pin_calls",
-                            (long long)f.pin_calls, "file_used", (long long)f.file_used, "file_peak",
-                            (long long)f.file_peak, "written", (long long)f.written, "read", (long long)f.read, "puts",
-                            (long long)f.puts, "gets", (long long)f.gets, "from_memory", (long long)f.from_memory,
-                            "waits_put", (long long)f.waits_put, "waits_get", (long long)f.waits_get, "kept",
-                            self->kept);
-    status = figures == NULL ? -1 : figures_of_device(figures, NULL);
+    status = into == NULL || add_figures(into, "kept", self->kept) < 0 FIGURE(memory) FIGURE(memory_used)
+        FIGURE(memory_peak) FIGURE(memory_taken) FIGURE(pinned) FIGURE(pin_calls) FIGURE(file_used) FIGURE(file_peak)
+        FIGURE(written) FIGURE(read) FIGURE(write_ns) FIGURE(read_ns) FIGURE(puts) FIGURE(gets) FIGURE(from_memory)
+        FIGURE(waits_put) FIGURE(waits_get) || figures_of_device(into, NULL) < 0 ? -1 : 0;
     for (int i = 0; i < self->n && status == 0 && self->process == getpid(); i++) {
-        status = figures_of_device(figures, self->devices[i].offloader);
+        status = figures_of_device(into, self->devices[i].offloader);
     }
     if (status < 0) {
-        Py_CLEAR(figures);
+        Py_CLEAR(into);
     }
-    return figures;
+    return into;
+}
+#undef FIGURE
+
+static PyObject *place_reduce(PyObject *op, PyObject *unused)
+{
+    const gck_state *state = PyType_GetModuleState(Py_TYPE(op));
+
+    (void)unused;
+    return state != NULL ? PyObject_CallFunction(state->py.call.place_again, "O", op) : NULL;
 }
 
 static PyMethodDef place_methods[] = {
+    {"__reduce__", place_reduce, METH_NOARGS, "__reduce__($self, /)\n--\n\nCopies and pickles share the place."},
     {"figures", place_figures, METH_NOARGS, "figures($self, /)\n--\n\nReturn bytes and calls so far, a dict."},
     {NULL, NULL, 0, NULL},
 };

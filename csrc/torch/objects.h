@@ -115,16 +115,16 @@
     CALLBACK(generator_of) CALLBACK(give_container_state) CALLBACK(has_buffer_rule) CALLBACK(is_dual)         \
     CALLBACK(may_change_places) CALLBACK(metadata) CALLBACK(mixing_of) CALLBACK(nodes_behind)                 \
     CALLBACK(note_create_graph) CALLBACK(note_keyword) CALLBACK(note_step) CALLBACK(original_of)              \
-    CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(place_of) CALLBACK(plain_attributes)                 \
-    CALLBACK(policy_contexts) CALLBACK(raise_ambiguous) CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata)  \
-    CALLBACK(raise_mixing) CALLBACK(raise_modified) CALLBACK(raise_more_saved) CALLBACK(raise_origins)        \
-    CALLBACK(raise_torchs) CALLBACK(recompute_within) CALLBACK(record_traced) CALLBACK(remat_enter)           \
-    CALLBACK(remat_imported) CALLBACK(remat_leave) CALLBACK(remat_region) CALLBACK(rows_are_alike)            \
-    CALLBACK(same_metadata) CALLBACK(saved_samples) CALLBACK(selective_key) CALLBACK(selective_mode)          \
-    CALLBACK(selective_policy) CALLBACK(stays_on_device) CALLBACK(straight_through) CALLBACK(tensors_of)      \
-    CALLBACK(through_modes) CALLBACK(together) CALLBACK(torchs_checkpoint) CALLBACK(traced_value)             \
-    CALLBACK(tracing_mode_active) CALLBACK(warn_mixing) CALLBACK(warn_torchs) CALLBACK(warn_unnamed)          \
-    CALLBACK(with_tensors) CALLBACK(without_modes)
+    CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(place_again) CALLBACK(place_of)                      \
+    CALLBACK(plain_attributes) CALLBACK(policy_contexts) CALLBACK(raise_ambiguous)                            \
+    CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata) CALLBACK(raise_mixing) CALLBACK(raise_modified)      \
+    CALLBACK(raise_more_saved) CALLBACK(raise_origins) CALLBACK(raise_torchs) CALLBACK(recompute_within)      \
+    CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_imported) CALLBACK(remat_leave)              \
+    CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata) CALLBACK(saved_samples)           \
+    CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(stays_on_device)     \
+    CALLBACK(straight_through) CALLBACK(tensors_of) CALLBACK(through_modes) CALLBACK(together)                \
+    CALLBACK(torchs_checkpoint) CALLBACK(traced_value) CALLBACK(tracing_mode_active) CALLBACK(warn_mixing)    \
+    CALLBACK(warn_torchs) CALLBACK(warn_unnamed) CALLBACK(with_tensors) CALLBACK(without_modes)
 
 /* Attribute and method names, interned. */
 #define GCK_PY_NAMES(NAME)                                                                                           \

@@ -72,7 +72,7 @@ def checkpoint(
 ) -> Any:
     """Run ``gradckpt.checkpoint`` as Dynamo sees it. A graph keeps nothing that hooks could see."""
     if offload is not None and offload is not False:  # a graph frees and reads its payloads itself
-        torch._dynamo.graph_break()
+        private.dynamo.graph_break()
     # Dynamo guards on the content, keys and numbers included, and not on the object.
     if isinstance(compress, CompressionConfig):
         compress = {field: _constant(getattr(compress, field)) for field in _FIELDS}

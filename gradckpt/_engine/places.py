@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import os
 import threading
@@ -13,7 +12,7 @@ from gradckpt import _C
 from gradckpt._config import GradckptInactiveWarning, warn_user
 from gradckpt._offload import Offload, parse_offload
 
-__all__ = ["apart_from_others", "figures", "offload_of", "place_of", "stays_on_device"]
+__all__ = ["apart_from_others", "figures", "offload_of", "place_again", "place_of", "stays_on_device"]
 
 #: For how many payloads a ring of no given size has room: of regions, of compress_saved().
 REGIONS, SAVED = 3, 16
@@ -72,12 +71,9 @@ def offload_of(place: _C.Place) -> Offload:
     return _offloads[place]
 
 
-def _again(place: _C.Place) -> tuple[Any, ...]:
+def place_again(place: _C.Place) -> tuple[Any, ...]:
     """Return how copies and pickles of models make a place again: they share it."""
     return place_of, (_offloads[place], next(key[1] for key, found in _places.items() if found is place))
-
-
-copyreg.pickle(_C.Place, _again)
 
 
 @functools.cache

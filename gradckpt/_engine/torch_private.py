@@ -399,6 +399,7 @@ set_frame_callback = _find("torch._C._dynamo.eval_frame.set_eval_frame", "keepin
 dynamo = types.SimpleNamespace()
 
 DYNAMO = {
+    "graph_break": "torch._dynamo.graph_break",
     "guard_scalar": "torch.fx.experimental.symbolic_shapes.guard_scalar",
     "guard_or_true": "torch.fx.experimental.symbolic_shapes.guard_or_true",
     "get_proxy_mode": "torch.fx.experimental.proxy_tensor.get_proxy_mode",

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.nn import ModuleList
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -140,6 +141,9 @@ class Adapter(_Replacement):
         active = choice.settings.config
         if active != self.active:
             self.monitor = InactivityMonitor()
+        place = choice.settings.offload
+        if place is not None and place.place == "cpu" and not torch.accelerator.is_available():
+            logger.info("gradckpt: offload=True has no effect without a device; checkpoints are in host memory anyway")
         self.active = active
         self.function = choice.function if choice.ours else None
         if self.by_flag and choice.ours:

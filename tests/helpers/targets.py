@@ -66,6 +66,8 @@ LEFT_BECAUSE = {
     "is a sweep of which `make test` has a part": (
         "codec/test_casts.py::test_every_bfloat16_and_what_lies_between",
         "codec/test_sparse.py::test_many_blocks_on_the_device",
+        "engine/test_offloader.py",
+        "planner/test_places_in_plans.py",
         *(f"engine/test_call_faults.py::test_any_call_may_fail[{share}" for share in (1, 2, 3, 4)),
         "equivalence/test_layout_sweep.py::test_every_layout_with",
         "models/test_no_recompute.py::test_families",

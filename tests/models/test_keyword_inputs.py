@@ -59,7 +59,7 @@ def test_enable_compresses_them(offload):
         assert torch.allclose(approximate[name], exact[name], atol=0.02 * exact[name].abs().max().item()), name
     with gradckpt.enable(model, "raw", offload=offload):
         compressed, _, same = step(model)
-    assert compressed == LAYERS
+    assert compressed == (0 if offload else LAYERS)  # raw, it has nothing to do where it is
     assert all(torch.equal(same[name], exact[name]) for name in exact)
 
 

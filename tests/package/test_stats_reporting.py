@@ -41,7 +41,7 @@ def test_scalars_are_the_numbers_of_stats():
     assert scalars["gradckpt/uncompressed/smaller_than_min_numel"] == 3
     assert scalars["gradckpt/ratio"] == s["ratio"]
     numbers = [key for key, value in s.items() if isinstance(value, int)]
-    assert len(scalars) == len(numbers) + 1 + len(s["uncompressed"])
+    assert len(scalars) == len(numbers) + 1 + len(s["uncompressed"]) + len(s["offload"])
 
 
 def test_prefix_and_nothing_to_divide():
