@@ -40,7 +40,7 @@ STAGES = (
     Stage("parity", "bytes of the kernels against the host's", 70, 80),
     Stage("sanitize", "kernels under compute-sanitizer", 60, 150),
     Stage("streams", "streams, threads, captures, GradScaler", 20, 60),
-    Stage("offload", "payloads in host memory: rate, order, ways", 60, 120),
+    Stage("offload", "payloads in host memory: rate, order, ways", 20, 90),
     Stage("kernels", "speed of the kernels beside a device copy", 30, 90),
     Stage("host", "host cost of a region beside torch's", 15, 45),
     Stage("neighbours", "libraries beside gradckpt", 30, 90),
