@@ -344,7 +344,8 @@ def rates(options: argparse.Namespace, directory: str) -> dict[str, Any]:
     """Of each way: GB/s, and the median ratio of the store's to it."""
     n, slots = options.mib * MIB // options.payload, options.budget // options.payload
     payload = torch.randn(options.payload // 4, generator=torch.Generator().manual_seed(0)).view(torch.uint8)
-    saved = Saved(gradckpt.Offload("disk", host_budget=options.budget, directory=directory), payload, n)
+    place = gradckpt.Offload("disk", host_budget=options.budget, directory=directory, min_bytes=options.payload)
+    saved = Saved(place, payload, n)
     runs: dict[str, Callable[[], tuple[Moved, Moved]]] = {"store": saved.directions}
     rounds = []
     with contextlib.ExitStack() as files:

@@ -37,6 +37,8 @@ compiled = Compiled()
 
 #: Current and highest values, which are not counts.
 _LEVELS = ("live_bytes", "peak_live_bytes")
+#: Those of places. A ring and pinned memory only grow.
+_PLACE_LEVELS = ("memory", "ring", "pinned", "file")
 
 
 class Stats(dict[str, Any]):
@@ -53,7 +55,7 @@ class Stats(dict[str, Any]):
         """Return the counts since ``earlier``, or since ``stats.reset()`` if it was called in
         between.
 
-        ``live_bytes`` and ``peak_live_bytes`` are not changed.
+        ``live_bytes``, ``peak_live_bytes`` and the bytes that places use are not changed.
         """
         if self._epoch != earlier._epoch:
             return self
@@ -61,7 +63,11 @@ class Stats(dict[str, Any]):
         for key in ("codecs", "uncompressed"):
             then = earlier[key]
             counters[key] = {name: n - then.get(name, 0) for name, n in self[key].items() if n > then.get(name, 0)}
-        counters["offload"] = self["offload"]
+        then = earlier["offload"]
+        counters["offload"] = {
+            key: n if key.split("_")[0] in _PLACE_LEVELS else max(0, n - then.get(key, 0))
+            for key, n in self["offload"].items()
+        }
         return Stats(counters, self._epoch)
 
     def scalars(self, prefix: str = "gradckpt/") -> dict[str, float]:
@@ -156,10 +162,10 @@ class Stats(dict[str, Any]):
             yield "payloads alive now", "", _sizes(self["live_bytes"])
         if (places := self["offload"]).get("puts"):
             yield "offloaded, host memory at the peak", "", _sizes(places["memory_peak"])
-            yield "written to the disk, in all", "", _sizes(places["written"]) if places["written"] else ""
+            yield "written to the disk", "", _sizes(places["written"] / steps) if places["written"] else ""
             yield "rings on devices", "", _sizes(places["ring"]) if places["ring"] else ""
             left = places["kept"] + places["misses_out"]
-            yield "not offloaded, in all", _number(left) if left else "", ""
+            yield "not offloaded", _number(left / steps) if left else "", ""
 
 
 def _in_mib(key: str) -> str:
@@ -206,7 +212,7 @@ class _Counting:
     in graphs that ``torch.compile`` made, which the other counters do not see;
     ``compiled_graphs``: those graphs that keep tensors compressed; ``compiled_tensors``,
     ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each. ``offload``: a dict, of all
-    places that are open, since they were made; :doc:`/offload` lists its keys.
+    places that are open; :doc:`/offload` lists its keys.
     """
 
     epoch = 0
@@ -228,6 +234,7 @@ class _Counting:
         self.earlier_peak = 0
         self._hidden = None
         _C.reset_stats()
+        places.figures(restart=True)
         compiled.reset()
 
     def __repr__(self) -> str:

@@ -429,38 +429,37 @@ static int add_figures(PyObject *into, const char *name, long long value)
 }
 
 #define FIGURE(name) || add_figures(into, #name, f.name) < 0
-static int figures_of_device(PyObject *into, gck_offloader *offloader)
+static int figures_of_device(PyObject *into, gck_offloader *offloader, int restart)
 {
     gck_offloader_figures f = {.ring = 0};
 
     if (offloader != NULL) {
-        gck_offloader_read_figures(offloader, &f);
+        gck_offloader_read_figures(offloader, restart, &f);
     }
     return 0 FIGURE(ring) FIGURE(ring_used) FIGURE(ring_peak) FIGURE(ring_lost) FIGURE(bytes_out) FIGURE(bytes_in)
         FIGURE(copies_out) FIGURE(copies_in) FIGURE(read_in_ring) FIGURE(prefetched) FIGURE(misses_out)
         FIGURE(misses_in) ? -1 : 0;
 }
 
-static PyObject *place_figures(PyObject *op, PyObject *unused)
+static PyObject *place_figures(PyObject *op, PyObject *args)
 {
     place_object *self = (place_object *)op;
+    const int restart = PyTuple_Size(args) > 0 && PyObject_IsTrue(PyTuple_GetItem(args, 0));
     PyObject *into = PyDict_New();
     gck_byte_store_figures f;
     int status;
 
-    (void)unused;
-    gck_byte_store_read_figures(self->store, &f);
+    gck_byte_store_read_figures(self->store, restart, &f);
     status = into == NULL || add_figures(into, "kept", self->kept) < 0 FIGURE(memory) FIGURE(memory_used)
         FIGURE(memory_peak) FIGURE(memory_taken) FIGURE(pinned) FIGURE(pin_calls) FIGURE(file_used) FIGURE(file_peak)
         FIGURE(written) FIGURE(read) FIGURE(write_ns) FIGURE(read_ns) FIGURE(puts) FIGURE(gets) FIGURE(from_memory)
-        FIGURE(waits_put) FIGURE(waits_get) || figures_of_device(into, NULL) < 0 ? -1 : 0;
+        FIGURE(waits_put) FIGURE(waits_get) || figures_of_device(into, NULL, 0) < 0 ? -1 : 0;
     for (int i = 0; i < self->n && status == 0 && self->process == getpid(); i++) {
-        status = figures_of_device(into, self->devices[i].offloader);
+        status = figures_of_device(into, self->devices[i].offloader, restart);
     }
-    if (status < 0) {
-        Py_CLEAR(into);
-    }
-    return into;
+    self->kept = restart ? 0 : self->kept;
+    Py_XDECREF(status < 0 ? into : NULL);
+    return status < 0 ? NULL : into;
 }
 #undef FIGURE
 
@@ -474,7 +473,7 @@ static PyObject *place_reduce(PyObject *op, PyObject *unused)
 
 static PyMethodDef place_methods[] = {
     {"__reduce__", place_reduce, METH_NOARGS, "__reduce__($self, /)\n--\n\nCopies and pickles share the place."},
-    {"figures", place_figures, METH_NOARGS, "figures($self, /)\n--\n\nReturn bytes and calls so far, a dict."},
+    {"figures", place_figures, METH_VARARGS, "figures($self, restart=False, /)\n--\n\nReturn bytes and calls since a restart."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -88,26 +88,23 @@ static int evict(gck_offloader *o)
 static int take_ring(gck_offloaded *b, void *stream)
 {
     gck_offloader *o = b->offloader;
+    int64_t at;
 
     b->last = b->last != NULL ? b->last : gck_event_take(&o->on);
     if (b->last == NULL) {                       /* before work is queued, which it could not stand for */
         return GCK_STORE_DEVICE;
     }
-    b->ring = gck_ring_take(&o->ring, b->size, stream);
-    if (b->ring < 0) {
-        const int refused = b->ring == -2;
-        b->ring = -1;
-        return refused ? GCK_STORE_DEVICE : GCK_STORE_RING;
-    }
-    return 0;
+    at = gck_ring_take(&o->ring, b->size, stream);
+    b->ring = at < 0 ? -1 : at;
+    return at == -2 ? GCK_STORE_DEVICE : at < 0 ? GCK_STORE_RING : 0;
 }
 
 int64_t gck_offloader_wants(gck_offloader *o, int64_t nbytes, int payloads)
 {
     lock(o);
-    const int64_t more = gck_ring_wants(&o->ring, nbytes, payloads);
+    nbytes = gck_ring_wants(&o->ring, nbytes, payloads);
     unlock(o, 0);
-    return more;
+    return nbytes;
 }
 
 int gck_offloader_add(gck_offloader *o, void *memory, int64_t nbytes, void *stream)
@@ -489,12 +486,16 @@ gck_offloader *gck_offloaded_of(const gck_offloaded *b) { return b->offloader; }
 int64_t gck_offloaded_nbytes(const gck_offloaded *b) { return b->nbytes; }
 int gck_offloader_status(const gck_offloader *o) { return o->on.status; }
 
-void gck_offloader_read_figures(gck_offloader *o, gck_offloader_figures *figures)
+void gck_offloader_read_figures(gck_offloader *o, int restart, gck_offloader_figures *figures)
 {
     lock(o);
     *figures = o->figures;
     figures->ring = o->ring.nbytes;
     figures->ring_used = o->ring.taken;
     figures->ring_peak = o->ring.peak;
+    if (restart) {
+        o->figures = (gck_offloader_figures){.ring_lost = figures->ring_lost};
+        o->ring.peak = o->ring.taken;
+    }
     unlock(o, 0);
 }

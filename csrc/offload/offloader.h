@@ -76,6 +76,7 @@ int64_t        gck_offloaded_nbytes(const gck_offloaded *bytes);
 /* The last status > 0 of its device. */
 int gck_offloader_status(const gck_offloader *offloader);
 
-void gck_offloader_read_figures(gck_offloader *offloader, gck_offloader_figures *figures);
+/* restart: count from here, and the peak is what is in use. */
+void gck_offloader_read_figures(gck_offloader *offloader, int restart, gck_offloader_figures *figures);
 
 #endif

@@ -341,7 +341,7 @@ void gck_byte_store_drop(gck_byte_store_item *item)
 
 int64_t gck_byte_store_nbytes(const gck_byte_store_item *item) { return item->nbytes; }
 
-void gck_byte_store_read_figures(gck_byte_store *store, gck_byte_store_figures *figures)
+void gck_byte_store_read_figures(gck_byte_store *store, int restart, gck_byte_store_figures *figures)
 {
     if (store->process != getpid()) {
         *figures = (gck_byte_store_figures){.memory = store->figures.memory};
@@ -352,5 +352,12 @@ void gck_byte_store_read_figures(gck_byte_store *store, gck_byte_store_figures *
     *figures = store->figures;
     figures->memory_used = store->ranges.space.used;
     figures->file_used = store->file_space.used;
+    if (restart) {
+        store->figures = (gck_byte_store_figures){
+            .memory = figures->memory, .memory_taken = figures->memory_taken, .pinned = figures->pinned,
+            .memory_peak = figures->memory_used, .file_peak = figures->file_used,
+            .write_error = figures->write_error,
+        };
+    }
     pthread_mutex_unlock(&store->lock);
 }

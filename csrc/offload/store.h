@@ -48,7 +48,8 @@ void gck_byte_store_drop(gck_byte_store_item *item);
 
 int64_t gck_byte_store_nbytes(const gck_byte_store_item *item);
 
-void gck_byte_store_read_figures(gck_byte_store *store, gck_byte_store_figures *figures);
+/* restart: count from here, and the peaks are what is in use. */
+void gck_byte_store_read_figures(gck_byte_store *store, int restart, gck_byte_store_figures *figures);
 
 /* ---- for this room, with the lock (store_parts.h) ---- */
 

@@ -99,10 +99,10 @@ def stays_on_device(place: _C.Place, why: str, refused: int) -> None:
     _say(offload.place, why)
 
 
-def figures() -> dict[str, int]:
-    """Return the sums over all places that are open."""
+def figures(restart: bool = False) -> dict[str, int]:
+    """Return the sums over all places that are open. ``restart``: count from here."""
     found: dict[str, int] = {}
     for place in list(_places.values()):
-        for name, value in place.figures().items():
+        for name, value in place.figures(restart).items():
             found[name] = found.get(name, 0) + value
     return found

@@ -288,8 +288,8 @@ static int is_idle(void)
         if (gck_byte_store_reserve(store, 1, &item) == 0) {    /* the store looks at what is done */
             gck_byte_store_drop(item);
         }
-        gck_offloader_read_figures(offloader, &f);
-        gck_byte_store_read_figures(store, &g);
+        gck_offloader_read_figures(offloader, 0, &f);
+        gck_byte_store_read_figures(store, 0, &g);
         idle = f.ring_used == 0 && f.ring_lost == 0 && g.memory_used == 0 && g.file_used == 0;
         usleep(idle ? 0 : 500);
     }
@@ -302,7 +302,7 @@ static void add_figures(void)
 {
     gck_offloader_figures f;
 
-    gck_offloader_read_figures(offloader, &f);
+    gck_offloader_read_figures(offloader, 0, &f);
     copies_in += f.copies_in;
     prefetched += f.prefetched;
     in_ring += f.read_in_ring;

@@ -225,10 +225,10 @@ int main(int argc, char **argv)
     for (int i = 0; i < n; i++) {
         pthread_join(threads[i], NULL);
     }
-    gck_byte_store_read_figures(store, &f);
+    gck_byte_store_read_figures(store, 0, &f);
     for (int tries = 0; tries < 1000 && (f.memory_used > 0 || f.file_used > 0); tries++) {
         usleep(1000);                            /* threads end their moves */
-        gck_byte_store_read_figures(store, &f);
+        gck_byte_store_read_figures(store, 0, &f);
     }
     gck_byte_store_free(store);
     printf("{\"calls\": %ld, \"errors\": %ld, \"wrong\": %ld, \"refused\": %ld, \"full\": %ld, \"past\": %ld, ",

@@ -70,6 +70,23 @@ def test_it_is_written_and_read(place):
     assert figures["memory_used"] == figures["file_used"] == 0
 
 
+def test_what_is_counted_begins_again(place):
+    """At a moment, and at reset(), which leaves what is in use; a place that is not used has no row."""
+    gradckpt.stats.reset()
+    gradients(compress=None, offload=place)
+    first = gradckpt.stats()
+    gradients(compress=None, offload=place)
+    second = gradckpt.stats().since(first)["offload"]
+    assert second["puts"] == first["offload"]["puts"] > 0
+    assert second["memory_peak"] == first["offload"]["memory_peak"] > 0
+    assert "  written to the disk" in str(first)
+    gradckpt.stats.reset()
+    figures = gradckpt.stats()["offload"]
+    assert not any(figures[key] for key in ("puts", "gets", "written", "read", "write_ns", "kept", "file_peak"))
+    assert figures["memory_taken"] == first["offload"]["memory_taken"] > 0
+    assert str(gradckpt.stats()) == "checkpoints: none so far"
+
+
 def test_a_second_backward_and_another_order(place):
     """The order in which bytes are asked for is a guess: any other gives the same."""
     x = torch.randn(4, 512, 64, requires_grad=True)

@@ -18,6 +18,7 @@ from checkout import EXAMPLES, ROOT
 
 import gradckpt
 from gradckpt import _C
+from gradckpt._engine.places import place_of
 
 BENCHMARKS = ROOT / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(EXAMPLES)]
@@ -77,7 +78,7 @@ NEEDS = {"bench_candidates": "peft", "bench_plan": "peft", "bench_training": "sk
 
 def needs_a_disk(directory):
     try:
-        _C.ByteStore(directory, 1 << 20)
+        place_of(gradckpt.Offload("disk", directory=directory, host_budget=1 << 20))
     except ValueError as error:
         pytest.skip(str(error))
 
@@ -335,17 +336,32 @@ def each_run_has_its_own_weights(patch):
 
 
 def zeros_come_back(patch):
-    from gradckpt._models import offload
+    import bench_disk
 
-    patch.setattr(offload, "_unpack", lambda kept: torch.zeros(kept.nbytes, dtype=torch.uint8))
+    step = bench_disk.Net.step
+
+    def without_gradients(self, way):
+        step(self, way)
+        if way == "disk":
+            self.x.grad.zero_()
+
+    patch.setattr(bench_disk.Net, "step", without_gradients)
 
 
 def payloads_stay(patch):
     """Beside those that go."""
-    from gradckpt._models import offload
+    import bench_disk
 
-    pack, held = offload._pack, []
-    patch.setattr(offload, "_pack", lambda where, x: (held.append(x.clone()), pack(where, x))[1])
+    step, held = bench_disk.Net.step, []
+
+    def beside(self, way):
+        keep = self.blocks[0].register_forward_pre_hook(lambda *_: held.extend(b * 1 for b in [self.x] * 32))
+        if way != "disk":
+            keep.remove()
+        step(self, way)
+        keep.remove()
+
+    patch.setattr(bench_disk.Net, "step", beside)
 
 
 def no_page_is_seen(patch):
@@ -365,7 +381,7 @@ def each_page_is_seen(patch):
 def a_store_that_beats_the_disk(patch):
     import bench_disk
 
-    patch.setattr(bench_disk, "by_store", lambda *_: (bench_disk.Moved(2**40, 1.0),) * 2)
+    patch.setattr(bench_disk.Saved, "directions", lambda self: (bench_disk.Moved(2**40, 1.0),) * 2)
 
 
 def demo_takes_no_time(patch):
