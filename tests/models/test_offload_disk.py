@@ -71,7 +71,7 @@ def test_it_is_written_and_read(place):
 
 
 def test_what_is_counted_begins_again(place):
-    """At a moment, and at reset(), which leaves what is in use; a place that is not used has no row."""
+    """At a moment, and at reset(), which leaves what is in use; an unused place has no row."""
     gradckpt.stats.reset()
     gradients(compress=None, offload=place)
     first = gradckpt.stats()
