@@ -473,7 +473,8 @@ static PyObject *place_reduce(PyObject *op, PyObject *unused)
 
 static PyMethodDef place_methods[] = {
     {"__reduce__", place_reduce, METH_NOARGS, "__reduce__($self, /)\n--\n\nCopies and pickles share the place."},
-    {"figures", place_figures, METH_VARARGS, "figures($self, restart=False, /)\n--\n\nReturn bytes and calls since a restart."},
+    {"figures", place_figures, METH_VARARGS,
+     "figures($self, restart=False, /)\n--\n\nReturn bytes and calls since a restart."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,42 +1,12 @@
-/* offloader.c: the ring of a device, and copies out of it and into it. */
+/* offloader.c: copies out of the ring and into it: when, and for whom. */
 #include "offload/offloader.h"
 
-#include "offload/ring.h"
+#include "offload/offloaded_ring.h"
 #include "offload/store_parts.h"
 #include "offload/store_room.h"
 #include "offload/transfer.h"
 
 #include <stdlib.h>
-
-struct gck_offloaded {
-    gck_offloader       *offloader;
-    gck_offloaded       *older, *newer;          /* of all, in the order in which they were taken      */
-    int64_t              number;                 /* in that order                                      */
-    int64_t              nbytes, size;           /* size: in the ring                                  */
-    int64_t              ring;                   /* its part of it; -1: none                           */
-    gck_event           *last;                   /* owned: its last use of that; NULL: it has none     */
-    gck_byte_store_item *item;                   /* owned: its memory in the store                     */
-    int                  held;                   /* written, and its copy out is not queued            */
-    int                  copied;                 /* that is queued                                     */
-    int                  ahead;                  /* it was copied in before it was asked for           */
-    int                  readers;                /* between bring and let go                           */
-    int                  at_once;                /* there were several                                 */
-    int                  written, dropped;
-    void                *stream;                 /* until then: what may write it                      */
-};
-
-struct gck_offloader {
-    gck_linked            on;
-    gck_byte_store       *store;
-    gck_offloader_options options;
-    void                 *out, *in;              /* streams                                            */
-    gck_ring              ring;
-    gck_offloaded        *oldest, *newest;
-    gck_offloaded        *held;                  /* none before it is held; NULL: none is              */
-    int64_t               taken;                 /* so far                                             */
-    int64_t               bytes_held;
-    gck_offloader_figures figures;
-};
 
 static void lock(gck_offloader *o) { pthread_mutex_lock(&o->store->lock); }
 static int  unlock(gck_offloader *o, int status)
@@ -52,53 +22,6 @@ void *gck_offloaded_memory(const gck_offloaded *b)
     return gck_ring_memory(&b->offloader->ring, b->ring);
 }
 
-/* Everything on this stream up to now may use its part of the ring.  0 or a status. */
-static int used_by(gck_offloaded *b, void *stream)
-{
-    return gck_event_record(b->last, stream) == GCK_OK ? 0 : GCK_STORE_DEVICE;
-}
-
-static void leave_ring(gck_offloaded *b)
-{
-    gck_offloader *o = b->offloader;
-    gck_event *last = b->last;
-
-    b->last = NULL;
-    if (b->ring >= 0) {
-        o->figures.ring_lost += last->lost ? b->size : 0;
-        gck_ring_give(&o->ring, b->ring, b->size, last);
-    } else {
-        gck_event_give(last);
-    }
-    b->ring = -1;
-}
-
-/* Free the part of one that was copied in ahead: the oldest, which is read last.  1, or 0: there is none. */
-static int evict(gck_offloader *o)
-{
-    for (gck_offloaded *b = o->oldest; b != NULL; b = b->newer) {
-        if (b->ring >= 0 && b->copied && b->readers == 0) {
-            leave_ring(b);
-            return 1;
-        }
-    }
-    return 0;
-}
-
-static int take_ring(gck_offloaded *b, void *stream)
-{
-    gck_offloader *o = b->offloader;
-    int64_t at;
-
-    b->last = b->last != NULL ? b->last : gck_event_take(&o->on);
-    if (b->last == NULL) {                       /* before work is queued, which it could not stand for */
-        return GCK_STORE_DEVICE;
-    }
-    at = gck_ring_take(&o->ring, b->size, stream);
-    b->ring = at < 0 ? -1 : at;
-    return at == -2 ? GCK_STORE_DEVICE : at < 0 ? GCK_STORE_RING : 0;
-}
-
 int64_t gck_offloader_wants(gck_offloader *o, int64_t nbytes, int payloads)
 {
     lock(o);
@@ -109,11 +32,10 @@ int64_t gck_offloader_wants(gck_offloader *o, int64_t nbytes, int payloads)
 
 int gck_offloader_add(gck_offloader *o, void *memory, int64_t nbytes, void *stream)
 {
-    gck_event *last;
     int status = GCK_STORE_DEVICE;
 
     lock(o);
-    last = gck_event_take(&o->on);
+    gck_event *last = gck_event_take(&o->on);
     if (last != NULL && gck_event_record(last, stream) != GCK_OK) {
         gck_event_give(last);
     } else if (last != NULL && gck_ring_add(&o->ring, memory, nbytes, last) == 0) {
@@ -169,12 +91,12 @@ static int copy_out(gck_offloaded *b)
         || copy_parts(b, 0, b->nbytes, gck_offloaded_memory(b), out, 1) != 0) {
         return GCK_STORE_DEVICE;
     }
-    used = used_by(b, out);
+    used = gck_offloaded_used_by(b, out);
     if (gck_transfer_end(b->item, out) != 0) {
         return GCK_STORE_DEVICE;
     }
     b->copied = 1;
-    leave_ring(b);
+    gck_offloaded_leave_ring(b);
     return used;
 }
 
@@ -190,28 +112,28 @@ static int copy_in(gck_offloaded *b)
         status = GCK_STORE_DEVICE;
     } else {
         flown = gck_transfer_end(b->item, o->in);
-        used = used_by(b, o->in);                /* also where that failed: the copy is queued */
+        used = gck_offloaded_used_by(b, o->in);                /* also where that failed: the copy is queued */
         status = flown != 0 ? flown : used;
     }
     if (status != 0) {
-        leave_ring(b);
+        gck_offloaded_leave_ring(b);
     }
     return status;
 }
 
 /* ---- writing ---- */
 
-/* Take a part of the ring; copies out, then what was copied in ahead, make room.  0 or a status. */
+/* Take a part of the ring; copies out make room, then what was read, then what was copied in ahead.  0 or a status. */
 static int make_room(gck_offloaded *b, void *stream)
 {
     gck_offloader *o = b->offloader;
     int status;
 
-    while ((status = take_ring(b, stream)) == GCK_STORE_RING) {
+    while ((status = gck_offloaded_take_ring(b, stream)) == GCK_STORE_RING) {
         gck_offloaded *held = oldest_held(o);
         if (held != NULL) {
             status = copy_out(held);
-        } else if (evict(o)) {
+        } else if (gck_offloader_evict(o, 0) || gck_offloader_evict(o, 1)) {
             status = 0;
         }
         if (status != 0) {
@@ -257,7 +179,7 @@ int gck_offloader_take(gck_offloader *o, int64_t nbytes, void *stream, gck_offlo
         b->number = o->taken++;
         o->newest = *bytes = b;
     } else {
-        leave_ring(b);
+        gck_offloaded_leave_ring(b);
         free(b);
     }
     return unlock(o, status);
@@ -270,7 +192,7 @@ int gck_offloaded_written(gck_offloaded *b, void *stream)
     int status;
 
     lock(o);
-    status = used_by(b, stream);
+    status = gck_offloaded_used_by(b, stream);
     b->written = 1;
     if (status == 0) {
         o->held = o->held == NULL || b->number < o->held->number ? b : o->held;
@@ -294,7 +216,10 @@ static int bring_ahead(gck_offloaded *b)
     if (status != 0) {
         return status;
     }
-    if ((status = take_ring(b, o->in)) == 0 && (status = copy_in(b)) == 0) {
+    do {
+        status = gck_offloaded_take_ring(b, o->in);
+    } while (status == GCK_STORE_RING && gck_offloader_evict(o, 0));
+    if (status == 0 && (status = copy_in(b)) == 0) {
         b->ahead = 1;
     }
     gck_store_release(b->item);
@@ -365,9 +290,9 @@ static void free_bytes(gck_offloaded *b)
     *(b->older != NULL ? &b->older->newer : &o->oldest) = b->newer;
     *(b->newer != NULL ? &b->newer->older : &o->newest) = b->older;
     if (b->ring >= 0 && !b->written) {           /* an error came between: some of that work may be queued */
-        used_by(b, b->stream);
+        gck_offloaded_used_by(b, b->stream);
     }
-    leave_ring(b);
+    gck_offloaded_leave_ring(b);
     gck_store_drop(b->item);
     free(b);
 }
@@ -382,13 +307,11 @@ int gck_offloaded_let_go(gck_offloaded *b, void *stream)
     if (status != GCK_OK) {
         gck_event_lose(b->last);                 /* the other read, if it is recorded over */
     }
-    status = used_by(b, stream) == 0 && status == GCK_OK ? 0 : GCK_STORE_DEVICE;
+    status = gck_offloaded_used_by(b, stream) == 0 && status == GCK_OK ? 0 : GCK_STORE_DEVICE;
     if (--b->readers == 0) {
         b->at_once = 0;
         if (b->dropped) {
             free_bytes(b);
-        } else if (b->copied) {
-            leave_ring(b);
         }
     }
     return unlock(o, status);

@@ -10,25 +10,8 @@
 #define GRADCKPT_OFFLOADER_H
 
 #include "offload/event.h"
+#include "offload/offloader_figures.h"
 #include "offload/store.h"
-
-typedef struct gck_offloader gck_offloader;
-typedef struct gck_offloaded gck_offloaded;
-
-typedef struct {
-    int64_t held;                /* newest bytes that are not copied out; -1: a third of the ring  */
-    int     prefetch;            /* so many before the one that is read are copied in, too         */
-} gck_offloader_options;
-
-typedef struct {
-    int64_t ring, ring_used, ring_peak;       /* bytes of the device                              */
-    int64_t ring_lost;                        /* of it: never used again, since the device failed */
-    int64_t bytes_out, bytes_in;              /* copied                                           */
-    int64_t copies_out, copies_in;
-    int64_t read_in_ring;                     /* reads of what never left                         */
-    int64_t prefetched;                       /* reads of what was copied in ahead                */
-    int64_t misses_out, misses_in;            /* the ring had no room for a write; for a read     */
-} gck_offloader_figures;
 
 /* 0 and *made, or a status of store_status.h.  link, store: borrowed, for as long as it lives. */
 int gck_offloader_new(const gck_link *link, int index, gck_byte_store *store, const gck_offloader_options *options,

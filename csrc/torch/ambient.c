@@ -56,8 +56,7 @@ error:
 
 static int enter_rng(gck_py *py, const gck_ambient *a, gck_surroundings *s)
 {
-    if (a->cpu_rng != NULL
-        && ((s->cpu_rng = gck_rng_stash(&py->rng)) == NULL || gck_rng_put(&py->rng, a->cpu_rng) < 0)) {
+    if (a->cpu_rng != NULL && gck_rng_swap(&py->rng, a->cpu_rng, &s->cpu_rng) < 0) {
         return -1;
     }
     if (!a->exact && gck_device_rng_refuse_captured(py, a->device_rng) < 0) {
@@ -178,7 +177,7 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s)
         gck_error_keep(&error);
     }
     if (s->cpu_rng != NULL) {
-        gck_rng_put_back(&py->rng, &s->cpu_rng);
+        gck_rng_swap_back(&py->rng, &s->cpu_rng);
     }
     gck_error_keep(&error);
     Py_CLEAR(s->leave);

@@ -75,14 +75,51 @@ int gck_rng_put(gck_rng *rng, PyObject *state)
     return 0;
 }
 
-int gck_rng_put_back(gck_rng *rng, PyObject **state)
-{
-    const int status = gck_rng_put(rng, *state);
+/* ---- for a while ---- */
 
-    if (rng->latest == *state && Py_REFCNT(*state) == 2) {
+/* Swaps that this thread is inside. */
+static _Thread_local int depth;
+
+int gck_rng_swap(gck_rng *rng, PyObject *state, PyObject **around)
+{
+    unsigned long long swaps;
+
+    *around = NULL;
+    do {
+        swaps = rng->swaps;
+        Py_XDECREF(*around);
+        *around = gck_rng_stash(rng);
+    } while (*around != NULL && swaps != rng->swaps);      /* torch let another thread run */
+    if (*around == NULL) {
+        return -1;
+    }
+    rng->swaps++;
+    if (depth++ == 0 && rng->threads++ == 0) {
+        rng->around = Py_NewRef(*around);
+    }
+    return gck_rng_put(rng, state);
+}
+
+int gck_rng_swap_back(gck_rng *rng, PyObject **around)
+{
+    PyObject *state = *around;
+    int status;
+
+    *around = NULL;
+    rng->swaps++;
+    if (--depth == 0) {
+        Py_DECREF(state);
+        if (--rng->threads > 0) {
+            return 0;
+        }
+        state = rng->around;
+        rng->around = NULL;
+    }
+    status = gck_rng_put(rng, state);
+    if (rng->latest == state && Py_REFCNT(state) == 2) {
         Py_CLEAR(rng->latest);
     }
-    Py_CLEAR(*state);
+    Py_DECREF(state);
     return status;
 }
 
@@ -108,6 +145,7 @@ int gck_rng_traverse(gck_rng *rng, visitproc visit, void *arg)
 {
     Py_VISIT(rng->generator);
     Py_VISIT(rng->latest);
+    Py_VISIT(rng->around);
     return 0;
 }
 
@@ -117,4 +155,5 @@ void gck_rng_clear(gck_rng *rng)
     Py_CLEAR(rng->get_state);
     Py_CLEAR(rng->set_state);
     Py_CLEAR(rng->latest);
+    Py_CLEAR(rng->around);
 }

@@ -15,6 +15,9 @@ typedef struct {
     PyObject            *latest;                 /* the state read or set last, as torch returned it; or NULL */
     const unsigned char *window;                 /* where the generator keeps its state; NULL: not known */
     unsigned char        seen[GCK_RNG_WINDOW];   /* the window when `latest` was valid        */
+    PyObject            *around;                 /* the state before any swap; NULL: no thread is inside one */
+    int                  threads;                /* that are inside a swap                    */
+    unsigned long long   swaps;                  /* so far                                    */
 } gck_rng;
 
 /* 0, or -1 with an exception. */
@@ -29,7 +32,12 @@ PyObject *gck_rng_stash(gck_rng *rng);
 /* Set the generator to `state`, unless it is there already.  0 or -1. */
 int gck_rng_put(gck_rng *rng, PyObject *state);
 
-/* The same, and give back the reference in *state: a state without another one is freed. */
-int gck_rng_put_back(gck_rng *rng, PyObject **state);
+/* Set the generator to `state` for the calls of this thread up to gck_rng_swap_back().  Swaps of a thread may be
+ * nested.  Threads that are inside one at the same time set each other's generator, so what they draw is of no use;
+ * but the last one leaves it as it was before the first.  0 or -1; swap back also then, unless *around is NULL. */
+int gck_rng_swap(gck_rng *rng, PyObject *state, PyObject **around);
+
+/* Gives back the reference in *around: a state without another one is freed.  0 or -1. */
+int gck_rng_swap_back(gck_rng *rng, PyObject **around);
 
 #endif

@@ -458,3 +458,42 @@ if __name__ == "__main__":
     # Not through the end of the interpreter: torch's thread of the
     # device may still be putting objects away.
     os._exit(0)
+
+
+def test_recomputes_at_once_leave_the_generator_as_it_was():
+    """As autograd's threads of several devices run them. The second one begins in the state of the
+    first, and ends last."""
+    first_is_inside, second_is_inside, first_is_done = (threading.Event() for _ in range(3))
+
+    def first(x):
+        if gradckpt.policies.is_recomputing():
+            first_is_inside.set()
+            assert second_is_inside.wait(WAIT)
+        return x.exp().sin()
+
+    def second(x):
+        if gradckpt.policies.is_recomputing():
+            second_is_inside.set()
+            assert first_is_done.wait(WAIT)
+        return x.exp().sin()
+
+    loss = gradckpt.checkpoint(first, leaf(4)).sum()
+    torch.rand(1)
+    other = gradckpt.checkpoint(second, leaf(4)).sum()
+    torch.rand(1)
+    before = torch.get_rng_state()
+
+    def backward():
+        loss.backward()
+        first_is_done.set()
+
+    def backward_of_the_second():
+        assert first_is_inside.wait(WAIT)
+        other.backward()
+
+    in_threads(backward, backward_of_the_second)
+    assert torch.equal(torch.get_rng_state(), before)
+    x = torch.ones(4, requires_grad=True)
+    gradckpt.checkpoint(first, x).sum().backward()  # and so does the next one
+    assert x.grad is not None
+    assert torch.equal(torch.get_rng_state(), before)

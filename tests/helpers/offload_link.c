@@ -66,7 +66,6 @@ static void check_run(void *argument)
     }
     wrong += i < k->nbytes;
     checked++;
-    memset(k->memory, 0xA5, (size_t)k->size);
     if (k->own) {
         free(k->memory);
     }
@@ -107,20 +106,17 @@ static void copy(payload *p, void *stream, uint64_t *state)
     q_run(stream, check_run, k, NULL, NULL, 0);
 }
 
-/* Queue what reads it.  One that leaves the ring afterwards is overwritten, too: nothing else may see it. */
-static void check(payload *p, void *stream, int overwrites)
+/* Queue what reads it. */
+static void check(payload *p, void *stream)
 {
     void *memory = gck_offloaded_memory(p->bytes);
-    const int64_t size = size_of(p);
 
-    q_run(stream, check_run, kernel_of(p, memory, 0, gck_offloaded_nbytes(p->bytes), overwrites ? size : 0), memory,
-          overwrites ? memory : NULL, size);
+    q_run(stream, check_run, kernel_of(p, memory, 0, gck_offloaded_nbytes(p->bytes), 0), memory, NULL, size_of(p));
 }
 
 /* Read it, on two streams at once where `second` is not NULL. */
 static void read_it(payload *p, void *stream, void *second, uint64_t *state)
 {
-    const int overwrites = !p->shared && second == NULL && !gck_offloaded_is_near(p->bytes) && q_draw(state, 2);
     int status;
 
     if (q_draw(state, 6) == 0) {
@@ -138,10 +134,10 @@ static void read_it(payload *p, void *stream, void *second, uint64_t *state)
         errors++;
         second = NULL;
     }
-    check(p, stream, overwrites);
+    check(p, stream);
     if (second != NULL) {
         const int first = (int)q_draw(state, 2);
-        check(p, second, 0);
+        check(p, second);
         errors += gck_offloaded_let_go(p->bytes, first ? stream : second) != 0;
         stream = first ? second : stream;
     }

@@ -139,6 +139,7 @@ def library():
     lib.virtual_pending.restype, lib.virtual_pending.argtypes = ctypes.c_int64, (ctypes.c_int, ctypes.c_int64)
     lib.virtual_destroy_graph.argtypes = (ctypes.c_void_p,)
     lib.virtual_device_kind.restype = ctypes.c_void_p
+    lib.virtual_begin_timeline.argtypes = (ctypes.c_double,)
     lib.virtual_link_fails.restype, lib.virtual_link_fails.argtypes = (
         ctypes.c_longlong,
         (ctypes.c_longlong, ctypes.c_int),
@@ -182,6 +183,29 @@ def random(seed):
 def order_threads(on):
     """Take what one host thread waited for as known to all: their hand-overs are not seen."""
     library().virtual_order_threads(int(on))
+
+
+class Timeline(ctypes.Structure):
+    """Of the work queued since timeline(): see streams.h."""
+
+    _fields_ = (
+        ("rate", ctypes.c_double),
+        ("copies", ctypes.c_int64 * 2),
+        ("nbytes", ctypes.c_int64 * 2),
+        ("host_waits", ctypes.c_int64),
+        ("device_waited", ctypes.c_double),
+        ("ends", ctypes.c_double),
+    )
+
+
+@contextlib.contextmanager
+def timeline(rate):
+    """When queued work would run: an operation takes 1, a copy over the link its bytes / rate, the
+    host nothing. The Timeline is filled at the end."""
+    made = Timeline()
+    library().virtual_begin_timeline(rate)
+    yield made
+    library().virtual_read_timeline(ctypes.byref(made))
 
 
 def fill_when_freed(on):

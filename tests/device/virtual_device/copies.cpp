@@ -51,7 +51,7 @@ void to_device(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
     if (s->capture != nullptr && !(non_blocking && pinned)) {
         refuse_in_capture("to copy from the host");
     }
-    const Operation op = begin_operation(s, "copy to device");
+    const Operation op = begin_copy(s, "copy to device", false, to.nbytes());
     use_tensor(op, to, true, &ranges);
     if (pinned) {
         use_tensor(op, from, false, &ranges);
@@ -65,7 +65,7 @@ void to_device(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
         queue(s, [there, source]() { copy_values(there, source); });
     }
     if (!non_blocking) {
-        learn(s->clock);
+        synchronise(s);
     }
 }
 
@@ -78,7 +78,7 @@ void to_host(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
     if (!later) {
         refuse_in_capture("to copy to the host");
     }
-    const Operation op = begin_operation(s, "copy to host");
+    const Operation op = begin_copy(s, "copy to host", true, from.nbytes());
     use_tensor(op, from, false, &ranges);
     if (is_pinned(to.unsafeGetTensorImpl()->data())) {
         use_tensor(op, to, true, &ranges);
@@ -91,7 +91,7 @@ void to_host(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
         queue(s, [target, here]() { copy_values(target, here); });
     }
     if (!later) {
-        learn(s->clock);
+        synchronise(s);
     }
 }
 

@@ -49,6 +49,18 @@ void virtual_order_threads(int on)
     order_threads(on != 0);
 }
 
+void virtual_begin_timeline(double rate)
+{
+    Lock lock;
+    begin_timeline(rate);
+}
+
+void virtual_read_timeline(Timeline *timeline)
+{
+    Lock lock;
+    *timeline = read_timeline();
+}
+
 void virtual_fill_when_freed(int on) { fill_when_freed(on != 0); }
 
 void virtual_set_place_callback(place_callback *callback) { set_place_callback(callback); }

@@ -96,15 +96,14 @@ int copy(Stream *s, const char *name, void *to, const void *from, int64_t nbytes
     if (status != GCK_OK) {
         return status;
     }
-    const Operation op = begin_operation(s, intern(name));
+    const Operation op = begin_copy(s, intern(name), host == to, (size_t)nbytes);
     use_memory(op, from, (size_t)nbytes, false);
     use_memory(op, to, (size_t)nbytes, true);
     void *target = writable(to);
     const void *source = writable(from);
     queue(s, [=]() { memcpy(target, source, (size_t)nbytes); });
     if (!later) {
-        drain(s);
-        learn(s->clock);
+        synchronise(s);
     }
     return GCK_OK;
 }

@@ -24,6 +24,15 @@ std::mt19937_64 randomness;
 enum { QUERIES = 3 };                         /* that answer no before one runs what it asks for */
 enum { PRIVATE = 1000 };                      /* ids of streams that torch does not know */
 
+Timeline timeline = {1, {0, 0}, {0, 0}, 0, 0, 0};
+double host_time;
+
+void host_waits_until(double ends)
+{
+    timeline.host_waits += ends > host_time;
+    host_time = ends > host_time ? ends : host_time;
+}
+
 double now()
 {
     using namespace std::chrono;
@@ -184,11 +193,39 @@ const std::vector<Stream *> &all_streams()
     return streams;
 }
 
-Operation begin_operation(Stream *s, const char *name)
+static Operation begin(Stream *s, const char *name, double takes)
 {
     maybe_run();
     s->clock.join(known());
+    s->ends = (s->ends > host_time ? s->ends : host_time) + takes;
     return {s, s->clock.tick(s->number), name, this_thread().place};
+}
+
+Operation begin_operation(Stream *s, const char *name) { return begin(s, name, 1); }
+
+Operation begin_copy(Stream *s, const char *name, bool out, size_t nbytes)
+{
+    timeline.copies[out]++;
+    timeline.nbytes[out] += (int64_t)nbytes;
+    return begin(s, name, (double)nbytes / timeline.rate);
+}
+
+void begin_timeline(double rate)
+{
+    ensure();
+    timeline = {rate, {0, 0}, {0, 0}, 0, 0, 0};
+    host_time = 0;
+    for (Stream *s : streams) {
+        s->ends = 0;
+    }
+}
+
+Timeline read_timeline()
+{
+    const double ends = stream_at(0, 0)->ends;
+
+    timeline.ends = ends > host_time ? ends : host_time;
+    return timeline;
 }
 
 void queue(Stream *s, std::function<void()> &&run)
@@ -208,6 +245,7 @@ void record(Event *e, Stream *s)
     e->clock = s->clock;
     e->queries = 0;
     e->time = now();
+    e->ends = s->ends;
     e->capture = s->capture;
 }
 
@@ -219,6 +257,11 @@ void wait(Stream *s, const Event &e)
     }
     s->clock.join(known());
     s->clock.join(e.clock);
+    const double begins = s->ends > host_time ? s->ends : host_time;
+    if (e.ends > begins) {
+        timeline.device_waited += s->id == 0 ? e.ends - begins : 0;
+        s->ends = e.ends;
+    }
     if (e.capture != nullptr && e.stream->capture == e.capture) {          /* it goes on: the stream joins it */
         s->capture = e.capture;
     }
@@ -278,6 +321,7 @@ void synchronise(const Event &e)
     if (e.stream != nullptr) {
         run_until(e.stream, e.count);
         learn(e.clock);
+        host_waits_until(e.ends);
     }
 }
 
@@ -287,6 +331,7 @@ void synchronise(Stream *s)
     s->clock.join(known());
     drain(s);
     learn(s->clock);
+    host_waits_until(s->ends);
 }
 
 void synchronise_device(int device)

@@ -60,6 +60,7 @@ struct Stream {
     uint64_t         queued = 0, done = 0;
     std::deque<Task> tasks;
     Graph           *capture = nullptr;
+    double           ends = 0;         /* when the timeline has done what is queued */
 };
 
 /* Handles of events own one; c10's are pointers to it. */
@@ -70,6 +71,7 @@ struct Event {
     int      queries = 0;              /* since it was recorded, answered with no */
     double   time = 0;
     Graph   *capture = nullptr;
+    double   ends = 0;                 /* on the timeline */
 };
 
 /* What a thread learned, all know from then on: hand-overs between threads are not seen otherwise. */
@@ -101,6 +103,8 @@ const std::vector<Stream *> &all_streams();
 
 /* Starts an operation on the stream: it comes after what the stream and this thread know. */
 Operation begin_operation(Stream *s, const char *name);
+/* The same for a copy over the link. */
+Operation begin_copy(Stream *s, const char *name, bool out, size_t nbytes);
 /* To run later. */
 void queue(Stream *s, std::function<void()> &&run);
 /* After this all earlier work of the stream has run, and what that waits for: to run something at once. */
@@ -116,6 +120,18 @@ void synchronise(Stream *s);
 void synchronise_device(int device);
 /* What this thread knows, for a copy that blocks and such. */
 void learn(const Clock &clock);
+
+/* When queued work would run: each operation takes 1, and a copy over the link its bytes / rate; streams and
+ * directions of the link run beside each other, and the host takes no time. */
+struct Timeline {
+    double  rate;
+    int64_t copies[2], nbytes[2];      /* in, out */
+    int64_t host_waits;                /* in which the host waited for a device */
+    double  device_waited;             /* default streams, for others */
+    double  ends;                      /* of the default stream of the first device, and of the host */
+};
+void begin_timeline(double rate);
+Timeline read_timeline();
 
 /* Late: nothing runs before it must.  Random: at every call some of what may run does, as the seed says. */
 enum Mode { LATE, RANDOM };

@@ -1,0 +1,39 @@
+/* offloader_parts.h: what an offloader and its bytes are made of. */
+#ifndef GRADCKPT_OFFLOADER_PARTS_H
+#define GRADCKPT_OFFLOADER_PARTS_H
+
+#include "offload/offloader_figures.h"
+#include "offload/ring.h"
+#include "offload/store_figures.h"
+
+struct gck_offloaded {
+    gck_offloader       *offloader;
+    gck_offloaded       *older, *newer;          /* of all, in the order in which they were taken      */
+    int64_t              number;                 /* in that order                                      */
+    int64_t              nbytes, size;           /* size: in the ring                                  */
+    int64_t              ring;                   /* its part of it; -1: none                           */
+    gck_event           *last;                   /* owned: its last use of that; NULL: it has none     */
+    gck_byte_store_item *item;                   /* owned: its memory in the store                     */
+    int                  held;                   /* written, and its copy out is not queued            */
+    int                  copied;                 /* that is queued                                     */
+    int                  ahead;                  /* it was copied in before it was asked for           */
+    int                  readers;                /* between bring and let go                           */
+    int                  at_once;                /* there were several                                 */
+    int                  written, dropped;
+    void                *stream;                 /* until then: what may write it                      */
+};
+
+struct gck_offloader {
+    gck_linked            on;
+    gck_byte_store       *store;
+    gck_offloader_options options;
+    void                 *out, *in;              /* streams                                            */
+    gck_ring              ring;
+    gck_offloaded        *oldest, *newest;
+    gck_offloaded        *held;                  /* none before it is held; NULL: none is              */
+    int64_t               taken;                 /* so far                                             */
+    int64_t               bytes_held;
+    gck_offloader_figures figures;
+};
+
+#endif
