@@ -205,6 +205,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     if (self->stochastic) {
         self->dither = first != NULL ? first->dither : *dither;
     }
+    first = first != NULL && gck_payload_has_bytes(first) ? first : NULL;
     status = describe(self, in, exact);
     dense = status == 0 && !gck_payload_room(self, &in->view, use == GCK_FOR_USER);
     if (status != 0 || dense) {

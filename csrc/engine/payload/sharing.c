@@ -41,6 +41,12 @@ static int may_share(const gck_payload *p, const gck_tensor *view)
         || (p->stream == view->stream && !p->codec->may_overflow && !gck_stream_is_captured(p->device, p->stream));
 }
 
+/* One that is far away gives its noise, so that values do not depend on where it is. */
+static int may_give(const gck_payload *p)
+{
+    return gck_payload_has_bytes(p) || (p->stochastic && gck_is_placed(&p->placed));
+}
+
 /* Nothing in the loop runs Python, so entries are borrowed.  A dead original gives None. */
 gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_input *in, int stochastic, int exact,
                               gck_batch *batch)
@@ -52,7 +58,7 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
     for (int i = 0; seen >= 0 && i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
         if (p == NULL || p->codec != codec || p->stochastic != stochastic || (p->waits != NULL && p->waits != batch)
-            || !gck_payload_has_bytes(p) || p->overflow != NULL || PyWeakref_GetObject(p->original) != in->x
+            || !may_give(p) || p->overflow != NULL || PyWeakref_GetObject(p->original) != in->x
             || p->version != in->version || p->requires_grad != in->requires_grad || p->leaf != in->leaf
             || !may_share(p, &in->view)) {       /* last: it may ask the device */
             continue;
