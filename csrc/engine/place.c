@@ -1,6 +1,7 @@
 /* place.c: a store of the process, and an offloader for each device that has payloads there. */
 #include "engine/place.h"
 
+#include "engine/place_figures.h"
 #include "offload/offloader.h"
 #include "torch/calls.h"
 #include "torch/device.h"
@@ -14,25 +15,7 @@
 #include <structmember.h>
 #include <unistd.h>
 
-enum { DEVICES = 16, AUTO = -1 };
-
-typedef struct {
-    int            device;
-    gck_offloader *offloader;
-    PyObject      *memory;                       /* list of tensors: its ring */
-} place_of_device;
-
-typedef struct {
-    PyObject_HEAD
-    PyObject       *weakrefs, *directory;        /* bytes; NULL: no file */
-    long long       host_budget, ring, held, min_bytes;
-    int             prefetch, payloads;          /* payloads: for how many a ring of no given size has room */
-    pid_t           process;
-    gck_byte_store *store;
-    place_of_device devices[DEVICES];
-    int             n;
-    long long       kept;                        /* payloads that stayed on their device */
-} place_object;
+enum { AUTO = -1 };
 
 /* ---- errors ---- */
 
@@ -44,14 +27,14 @@ static const char *text_of(const gck_offloader *offloader, int device, int statu
 }
 
 /* A payload stays on its device: say why, once.  refused: it should not have to.  0, or -1: that is an error. */
-static int stays(gck_state *state, place_object *self, const char *why, int refused)
+static int stays(gck_state *state, gck_place *self, const char *why, int refused)
 {
     return gck_done(PyObject_CallFunction(state->py.call.stays_on_device, "Osi", self, why, refused)) < 0 ? -1 : 0;
 }
 
 static int cannot_read(const gck_placed *placed, int64_t nbytes, const char *why)
 {
-    const place_object *self = (place_object *)placed->place;
+    const gck_place *self = (gck_place *)placed->place;
 
     PyErr_Format(PyExc_RuntimeError, "gradckpt: %lld bytes that were offloaded to %s cannot be read: %s; gradients of "
                  "this step cannot be computed, so run it again", (long long)nbytes,
@@ -76,7 +59,7 @@ static int cannot_be_made(const char *directory, int status)
 /* What went wrong with bytes of a device; borrowed. */
 static const char *error_of(const gck_placed *placed, int status)
 {
-    const place_object *self = (place_object *)placed->place;
+    const gck_place *self = (gck_place *)placed->place;
 
     for (int i = 0; i < self->n; i++) {
         if (self->devices[i].offloader == gck_offloaded_of(placed->bytes)) {
@@ -89,7 +72,7 @@ static const char *error_of(const gck_placed *placed, int status)
 /* ---- the place ---- */
 
 /* In a forked child all is the parent's: begin anew.  0 or -1. */
-static int have_store(place_object *self)
+static int have_store(gck_place *self)
 {
     const gck_byte_store_options options = {
         .memory = self->host_budget, .prefetch = self->prefetch, .threads = 2,
@@ -114,11 +97,11 @@ static int have_store(place_object *self)
 }
 
 /* *found: what this device has here.  1; 0: it cannot, see *why; -1. */
-static int have_device(place_object *self, int device, place_of_device **found, const char **why)
+static int have_device(gck_place *self, int device, gck_place_of_device **found, const char **why)
 {
     const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));
     const gck_offloader_options options = {.held = self->held, .prefetch = self->prefetch};
-    place_of_device *made = &self->devices[self->n];
+    gck_place_of_device *made = &self->devices[self->n];
     int status, shared = 0;
 
     for (int i = 0; i < self->n; i++) {
@@ -127,7 +110,7 @@ static int have_device(place_object *self, int device, place_of_device **found, 
             return 1;
         }
     }
-    if (kind == NULL || kind->link == NULL || self->n == DEVICES) {
+    if (kind == NULL || kind->link == NULL || self->n == GCK_PLACE_DEVICES) {
         *why = "gradckpt cannot copy from this device";
         return 0;
     }
@@ -135,7 +118,7 @@ static int have_device(place_object *self, int device, place_of_device **found, 
         *why = "the memory of this device is the host's";
         return 0;
     }
-    *made = (place_of_device){.device = device, .memory = PyList_New(0)};
+    *made = (gck_place_of_device){.device = device, .memory = PyList_New(0)};
     if (made->memory == NULL) {
         return -1;
     }
@@ -154,7 +137,7 @@ static int have_device(place_object *self, int device, place_of_device **found, 
 }
 
 /* Make the ring as large as it should be.  0 or -1. */
-static int have_ring(gck_state *state, place_object *self, place_of_device *of, int64_t nbytes, void *stream)
+static int have_ring(gck_state *state, gck_place *self, gck_place_of_device *of, int64_t nbytes, void *stream)
 {
     const int64_t more = self->ring != AUTO ? (PyList_Size(of->memory) == 0 ? self->ring : 0)
                                             : gck_offloader_wants(of->offloader, nbytes, self->payloads);
@@ -184,7 +167,7 @@ static int have_ring(gck_state *state, place_object *self, place_of_device *of, 
 
 /* ---- payloads ---- */
 
-static int take_on_host(gck_state *state, place_object *self, int64_t nbytes, gck_placed *placed)
+static int take_on_host(gck_state *state, gck_place *self, int64_t nbytes, gck_placed *placed)
 {
     int status;
 
@@ -199,10 +182,10 @@ static int take_on_host(gck_state *state, place_object *self, int64_t nbytes, gc
     return status == 0 ? 1 : stays(state, self, gck_byte_store_text(status), 1);
 }
 
-static int take_on_device(gck_state *state, place_object *self, int64_t nbytes, int device, void *stream,
+static int take_on_device(gck_state *state, gck_place *self, int64_t nbytes, int device, void *stream,
                           gck_placed *placed)
 {
-    place_of_device *of = NULL;
+    gck_place_of_device *of = NULL;
     const char *why = NULL;
     int status = have_device(self, device, &of, &why);
 
@@ -221,12 +204,18 @@ static int take_on_device(gck_state *state, place_object *self, int64_t nbytes, 
     status = gck_offloader_take(of->offloader, nbytes, stream, &placed->bytes);
     Py_END_ALLOW_THREADS
     self->kept += status != 0 && status != GCK_STORE_RING;      /* which the ring counts */
+    if (status == 0 && gck_byte_store_was_refused_pins(self->store)
+        && gck_done(PyObject_CallFunctionObjArgs(state->py.call.pins_no_more, (PyObject *)self, NULL)) < 0) {
+        gck_offloaded_drop(placed->bytes);
+        placed->bytes = NULL;
+        return -1;
+    }
     return status == 0 ? 1 : stays(state, self, text_of(of->offloader, device, status), 1);
 }
 
 int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int device, void *stream, gck_placed *placed)
 {
-    place_object *self = (place_object *)place;
+    gck_place *self = (gck_place *)place;
     int status;
 
     *placed = (gck_placed){.place = NULL};
@@ -244,7 +233,7 @@ int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int devic
 
 int gck_placed_take_on_paper(PyObject *place, int64_t nbytes, gck_placed *placed)
 {
-    const place_object *self = (place_object *)place;
+    const gck_place *self = (gck_place *)place;
     const int device = gck_counts_as_device(-1), moves = device || self->directory != NULL;
     const int fits = nbytes <= self->host_budget && (!device || self->ring == AUTO || nbytes <= self->ring);
     const int taken = moves && fits && nbytes >= self->min_bytes && nbytes > 0;
@@ -371,7 +360,7 @@ int gck_place_of(gck_state *state, PyObject *offload, PyObject **place)
 
 static void place_dealloc(PyObject *op)
 {
-    place_object *self = (place_object *)op;
+    gck_place *self = (gck_place *)op;
 
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
@@ -396,7 +385,7 @@ static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     static const char *const names[] = {"directory", "host_budget", "ring", "held", "prefetch", "min_bytes", "payloads",
                                         NULL};
     PyObject *path = NULL, *directory;
-    place_object *self = (place_object *)PyType_GenericAlloc(type, 0);
+    gck_place *self = (gck_place *)PyType_GenericAlloc(type, 0);
 
     if (self == NULL) {
         return NULL;
@@ -417,52 +406,6 @@ static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     return (PyObject *)self;
 }
 
-/* Add the figures of one device.  0 or -1. */
-static int add_figures(PyObject *into, const char *name, long long value)
-{
-    PyObject *before = PyDict_GetItemString(into, name);       /* borrowed */
-    PyObject *sum = PyLong_FromLongLong(value + (before != NULL ? PyLong_AsLongLong(before) : 0));
-    const int status = sum == NULL ? -1 : PyDict_SetItemString(into, name, sum);
-
-    Py_XDECREF(sum);
-    return status;
-}
-
-#define FIGURE(name) || add_figures(into, #name, f.name) < 0
-static int figures_of_device(PyObject *into, gck_offloader *offloader, int restart)
-{
-    gck_offloader_figures f = {.ring = 0};
-
-    if (offloader != NULL) {
-        gck_offloader_read_figures(offloader, restart, &f);
-    }
-    return 0 FIGURE(ring) FIGURE(ring_used) FIGURE(ring_peak) FIGURE(ring_lost) FIGURE(bytes_out) FIGURE(bytes_in)
-        FIGURE(copies_out) FIGURE(copies_in) FIGURE(read_in_ring) FIGURE(prefetched) FIGURE(misses_out)
-        FIGURE(misses_in) ? -1 : 0;
-}
-
-static PyObject *place_figures(PyObject *op, PyObject *args)
-{
-    place_object *self = (place_object *)op;
-    const int restart = PyTuple_Size(args) > 0 && PyObject_IsTrue(PyTuple_GetItem(args, 0));
-    PyObject *into = PyDict_New();
-    gck_byte_store_figures f;
-    int status;
-
-    gck_byte_store_read_figures(self->store, restart, &f);
-    status = into == NULL || add_figures(into, "kept", self->kept) < 0 FIGURE(memory) FIGURE(memory_used)
-        FIGURE(memory_peak) FIGURE(memory_taken) FIGURE(pinned) FIGURE(pin_calls) FIGURE(file_used) FIGURE(file_peak)
-        FIGURE(written) FIGURE(read) FIGURE(write_ns) FIGURE(read_ns) FIGURE(puts) FIGURE(gets) FIGURE(from_memory)
-        FIGURE(waits_put) FIGURE(waits_get) || figures_of_device(into, NULL, 0) < 0 ? -1 : 0;
-    for (int i = 0; i < self->n && status == 0 && self->process == getpid(); i++) {
-        status = figures_of_device(into, self->devices[i].offloader, restart);
-    }
-    self->kept = restart ? 0 : self->kept;
-    Py_XDECREF(status < 0 ? into : NULL);
-    return status < 0 ? NULL : into;
-}
-#undef FIGURE
-
 static PyObject *place_reduce(PyObject *op, PyObject *unused)
 {
     const gck_state *state = PyType_GetModuleState(Py_TYPE(op));
@@ -473,13 +416,13 @@ static PyObject *place_reduce(PyObject *op, PyObject *unused)
 
 static PyMethodDef place_methods[] = {
     {"__reduce__", place_reduce, METH_NOARGS, "__reduce__($self, /)\n--\n\nCopies and pickles share the place."},
-    {"figures", place_figures, METH_VARARGS,
+    {"figures", gck_place_figures, METH_VARARGS,
      "figures($self, restart=False, /)\n--\n\nReturn bytes and calls since a restart."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef place_members[] = {
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(place_object, weakrefs), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(gck_place, weakrefs), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -494,7 +437,7 @@ static PyType_Slot place_slots[] = {
 
 PyType_Spec gck_place_spec = {
     .name = "gradckpt._C.Place",
-    .basicsize = sizeof(place_object),
+    .basicsize = sizeof(gck_place),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = place_slots,
 };

@@ -400,7 +400,7 @@ int gck_offloader_new(const gck_link *link, int index, gck_byte_store *store, co
         return GCK_STORE_DEVICE;                 /* the caller asks for the status, and frees it */
     }
     lock(o);
-    store->pins = store->pins.link == NULL ? o->on : store->pins;
+    gck_store_pin_for(store, &o->on);
     unlock(o, 0);
     return 0;
 }

@@ -341,6 +341,15 @@ void gck_byte_store_drop(gck_byte_store_item *item)
 
 int64_t gck_byte_store_nbytes(const gck_byte_store_item *item) { return item->nbytes; }
 
+int gck_byte_store_was_refused_pins(gck_byte_store *store)
+{
+    pthread_mutex_lock(&store->lock);
+    const int refused = store->pins_refused;
+    store->pins_refused = 0;
+    pthread_mutex_unlock(&store->lock);
+    return refused;
+}
+
 void gck_byte_store_read_figures(gck_byte_store *store, int restart, gck_byte_store_figures *figures)
 {
     if (store->process != getpid()) {

@@ -48,6 +48,9 @@ void gck_byte_store_drop(gck_byte_store_item *item);
 
 int64_t gck_byte_store_nbytes(const gck_byte_store_item *item);
 
+/* 1, once: since the last call a device has refused to pin some of its memory. */
+int gck_byte_store_was_refused_pins(gck_byte_store *store);
+
 /* restart: count from here, and the peaks are what is in use. */
 void gck_byte_store_read_figures(gck_byte_store *store, int restart, gck_byte_store_figures *figures);
 

@@ -14,12 +14,22 @@ static void pin(gck_byte_store *store, int64_t from, int64_t nbytes)
 {
     gck_linked *pins = &store->pins;
 
-    if (pins->link == NULL || store->figures.pinned < from) {
-        return;
+    for (int64_t at = from, n; at < from + nbytes && pins->link != NULL && store->figures.pinned == at; at += n) {
+        n = from + nbytes - at < GCK_STORE_CHUNK ? from + nbytes - at : GCK_STORE_CHUNK;
+        if (gck_linked_said(pins, pins->link->pin(pins->index, store->memory + at, n)) == GCK_OK) {
+            store->figures.pinned += n;
+            store->figures.pin_calls++;
+        } else {
+            store->pins_refused = 1;
+        }
     }
-    if (gck_linked_said(pins, pins->link->pin(pins->index, store->memory + from, nbytes)) == GCK_OK) {
-        store->figures.pinned += nbytes;
-        store->figures.pin_calls++;
+}
+
+void gck_store_pin_for(gck_byte_store *store, const gck_linked *device)
+{
+    if (store->pins.link == NULL) {
+        store->pins = *device;
+        pin(store, 0, store->ranges.space.size);
     }
 }
 
@@ -33,9 +43,7 @@ static int grow(gck_byte_store *store, int64_t nbytes)
     if (more <= 0 || gck_ranges_add(&store->ranges, size, more, NULL) < 0) {
         return -1;
     }
-    for (int64_t at = 0; at < more; at += GCK_STORE_CHUNK) {
-        pin(store, size + at, more - at < GCK_STORE_CHUNK ? more - at : GCK_STORE_CHUNK);
-    }
+    pin(store, size, more);
     store->figures.memory_taken = size + more;
     return 0;
 }

@@ -9,6 +9,9 @@
 int gck_store_take(gck_byte_store *store, gck_byte_store_item *item, const gck_byte_store_item *end,
                    void *const *stream);
 
+/* Its memory is pinned by this device, if no other one does it: what it has now, and what it will have. */
+void gck_store_pin_for(gck_byte_store *store, const gck_linked *device);
+
 /* Give its memory back, after the device's last use of it. */
 void gck_store_give(gck_byte_store_item *item);
 

@@ -201,7 +201,8 @@ def apply(kind, h, weight):
     if kind == "norm":
         return F.layer_norm(h, (WIDTH,))
     if kind == "dropout":
-        return F.dropout(h, 0.2)
+        # Of the device's generator: others borrow the CPU's, on the tests' device.
+        return h * torch.empty_like(h).bernoulli_(0.8)
     return {"gelu": F.gelu, "tanh": torch.tanh, "scale": lambda x: x * 1.5}[kind](h)
 
 

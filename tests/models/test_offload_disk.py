@@ -72,7 +72,7 @@ def test_it_is_written_and_read(place):
 
 
 def test_noise_does_not_depend_on_where_the_first_payload_is(place):
-    """A tensor that many operators save has one noise, also when its payload has gone to the disk."""
+    """A tensor that many operators save has one noise, also when its payload is on the disk."""
     config = gradckpt.CompressionConfig("int8", stochastic=True, seed=1)
     linears = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
 
