@@ -27,14 +27,14 @@ static const char *text_of(const gck_offloader *offloader, int device, int statu
 }
 
 /* A payload stays on its device: say why, once.  refused: it should not have to.  0, or -1: that is an error. */
-static int stays(gck_state *state, gck_place *self, const char *why, int refused)
+static int stays(gck_state *state, gck_place_object *self, const char *why, int refused)
 {
     return gck_done(PyObject_CallFunction(state->py.call.stays_on_device, "Osi", self, why, refused)) < 0 ? -1 : 0;
 }
 
 static int cannot_read(const gck_placed *placed, int64_t nbytes, const char *why)
 {
-    const gck_place *self = (gck_place *)placed->place;
+    const gck_place_object *self = (gck_place_object *)placed->place;
 
     PyErr_Format(PyExc_RuntimeError, "gradckpt: %lld bytes that were offloaded to %s cannot be read: %s; gradients of "
                  "this step cannot be computed, so run it again", (long long)nbytes,
@@ -59,7 +59,7 @@ static int cannot_be_made(const char *directory, int status)
 /* What went wrong with bytes of a device; borrowed. */
 static const char *error_of(const gck_placed *placed, int status)
 {
-    const gck_place *self = (gck_place *)placed->place;
+    const gck_place_object *self = (gck_place_object *)placed->place;
 
     for (int i = 0; i < self->n; i++) {
         if (self->devices[i].offloader == gck_offloaded_of(placed->bytes)) {
@@ -72,7 +72,7 @@ static const char *error_of(const gck_placed *placed, int status)
 /* ---- the place ---- */
 
 /* In a forked child all is the parent's: begin anew.  0 or -1. */
-static int have_store(gck_place *self)
+static int have_store(gck_place_object *self)
 {
     const gck_byte_store_options options = {
         .memory = self->host_budget, .prefetch = self->prefetch, .threads = 2,
@@ -97,11 +97,11 @@ static int have_store(gck_place *self)
 }
 
 /* *found: what this device has here.  1; 0: it cannot, see *why; -1. */
-static int have_device(gck_place *self, int device, gck_place_of_device **found, const char **why)
+static int have_device(gck_place_object *self, int device, gck_place_device **found, const char **why)
 {
     const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));
     const gck_offloader_options options = {.held = self->held, .prefetch = self->prefetch};
-    gck_place_of_device *made = &self->devices[self->n];
+    gck_place_device *made = &self->devices[self->n];
     int status, shared = 0;
 
     for (int i = 0; i < self->n; i++) {
@@ -118,7 +118,7 @@ static int have_device(gck_place *self, int device, gck_place_of_device **found,
         *why = "the memory of this device is the host's";
         return 0;
     }
-    *made = (gck_place_of_device){.device = device, .memory = PyList_New(0)};
+    *made = (gck_place_device){.device = device, .memory = PyList_New(0)};
     if (made->memory == NULL) {
         return -1;
     }
@@ -137,7 +137,7 @@ static int have_device(gck_place *self, int device, gck_place_of_device **found,
 }
 
 /* Make the ring as large as it should be.  0 or -1. */
-static int have_ring(gck_state *state, gck_place *self, gck_place_of_device *of, int64_t nbytes, void *stream)
+static int have_ring(gck_state *state, gck_place_object *self, gck_place_device *of, int64_t nbytes, void *stream)
 {
     const int64_t more = self->ring != AUTO ? (PyList_Size(of->memory) == 0 ? self->ring : 0)
                                             : gck_offloader_wants(of->offloader, nbytes, self->payloads);
@@ -167,7 +167,7 @@ static int have_ring(gck_state *state, gck_place *self, gck_place_of_device *of,
 
 /* ---- payloads ---- */
 
-static int take_on_host(gck_state *state, gck_place *self, int64_t nbytes, gck_placed *placed)
+static int take_on_host(gck_state *state, gck_place_object *self, int64_t nbytes, gck_placed *placed)
 {
     int status;
 
@@ -182,10 +182,10 @@ static int take_on_host(gck_state *state, gck_place *self, int64_t nbytes, gck_p
     return status == 0 ? 1 : stays(state, self, gck_byte_store_text(status), 1);
 }
 
-static int take_on_device(gck_state *state, gck_place *self, int64_t nbytes, int device, void *stream,
+static int take_on_device(gck_state *state, gck_place_object *self, int64_t nbytes, int device, void *stream,
                           gck_placed *placed)
 {
-    gck_place_of_device *of = NULL;
+    gck_place_device *of = NULL;
     const char *why = NULL;
     int status = have_device(self, device, &of, &why);
 
@@ -205,7 +205,7 @@ static int take_on_device(gck_state *state, gck_place *self, int64_t nbytes, int
     Py_END_ALLOW_THREADS
     self->kept += status != 0 && status != GCK_STORE_RING;      /* which the ring counts */
     if (status == 0 && gck_byte_store_was_refused_pins(self->store)
-        && gck_done(PyObject_CallFunctionObjArgs(state->py.call.pins_no_more, (PyObject *)self, NULL)) < 0) {
+        && gck_done(PyObject_CallFunctionObjArgs(state->py.call.pinning_refused, (PyObject *)self, NULL)) < 0) {
         gck_offloaded_drop(placed->bytes);
         placed->bytes = NULL;
         return -1;
@@ -215,7 +215,7 @@ static int take_on_device(gck_state *state, gck_place *self, int64_t nbytes, int
 
 int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int device, void *stream, gck_placed *placed)
 {
-    gck_place *self = (gck_place *)place;
+    gck_place_object *self = (gck_place_object *)place;
     int status;
 
     *placed = (gck_placed){.place = NULL};
@@ -233,7 +233,7 @@ int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int devic
 
 int gck_placed_take_on_paper(PyObject *place, int64_t nbytes, gck_placed *placed)
 {
-    const gck_place *self = (gck_place *)place;
+    const gck_place_object *self = (gck_place_object *)place;
     const int device = gck_counts_as_device(-1), moves = device || self->directory != NULL;
     const int fits = nbytes <= self->host_budget && (!device || self->ring == AUTO || nbytes <= self->ring);
     const int taken = moves && fits && nbytes >= self->min_bytes && nbytes > 0;
@@ -360,7 +360,7 @@ int gck_place_of(gck_state *state, PyObject *offload, PyObject **place)
 
 static void place_dealloc(PyObject *op)
 {
-    gck_place *self = (gck_place *)op;
+    gck_place_object *self = (gck_place_object *)op;
 
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
@@ -385,7 +385,7 @@ static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     static const char *const names[] = {"directory", "host_budget", "ring", "held", "prefetch", "min_bytes", "payloads",
                                         NULL};
     PyObject *path = NULL, *directory;
-    gck_place *self = (gck_place *)PyType_GenericAlloc(type, 0);
+    gck_place_object *self = (gck_place_object *)PyType_GenericAlloc(type, 0);
 
     if (self == NULL) {
         return NULL;
@@ -422,7 +422,7 @@ static PyMethodDef place_methods[] = {
 };
 
 static PyMemberDef place_members[] = {
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(gck_place, weakrefs), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(gck_place_object, weakrefs), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -437,7 +437,7 @@ static PyType_Slot place_slots[] = {
 
 PyType_Spec gck_place_spec = {
     .name = "gradckpt._C.Place",
-    .basicsize = sizeof(gck_place),
+    .basicsize = sizeof(gck_place_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = place_slots,
 };

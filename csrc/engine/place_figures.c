@@ -31,7 +31,7 @@ static int figures_of_device(PyObject *into, gck_offloader *offloader, int resta
 
 PyObject *gck_place_figures(PyObject *op, PyObject *args)
 {
-    gck_place *self = (gck_place *)op;
+    gck_place_object *self = (gck_place_object *)op;
     const int restart = PyTuple_Size(args) > 0 && PyObject_IsTrue(PyTuple_GetItem(args, 0));
     PyObject *into = PyDict_New();
     gck_byte_store_figures f;

@@ -15,7 +15,7 @@ typedef struct {
     int            device;
     gck_offloader *offloader;
     PyObject      *memory;                       /* list of tensors: its ring */
-} gck_place_of_device;
+} gck_place_device;
 
 typedef struct {
     PyObject_HEAD
@@ -24,9 +24,9 @@ typedef struct {
     int             prefetch, payloads;          /* payloads: for how many a ring of no given size has room */
     pid_t           process;
     gck_byte_store *store;
-    gck_place_of_device devices[GCK_PLACE_DEVICES];
+    gck_place_device devices[GCK_PLACE_DEVICES];
     int             n;
     long long       kept;                        /* payloads that stayed on their device */
-} gck_place;
+} gck_place_object;
 
 #endif

@@ -66,7 +66,7 @@ struct gck_byte_store {
     pid_t                  process;
     int                    prefetch;
     gck_linked             pins;          /* pins its memory; link NULL: none does                */
-    int                    pins_refused;  /* and nobody was told                                  */
+    int                    pins_refused;  /* which the caller is told once                         */
     char                  *memory;
     void                  *mapped;        /* its addresses, and some before: memory is aligned    */
     gck_ranges             ranges;        /* of it                                                */

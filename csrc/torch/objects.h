@@ -115,7 +115,7 @@
     CALLBACK(generator_of) CALLBACK(give_container_state) CALLBACK(has_buffer_rule) CALLBACK(is_dual)         \
     CALLBACK(may_change_places) CALLBACK(metadata) CALLBACK(mixing_of) CALLBACK(nodes_behind)                 \
     CALLBACK(note_create_graph) CALLBACK(note_keyword) CALLBACK(note_step) CALLBACK(original_of)              \
-    CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(pins_no_more) CALLBACK(place_again)                  \
+    CALLBACK(parse_plan) CALLBACK(payload_repr) CALLBACK(pinning_refused) CALLBACK(place_again)               \
     CALLBACK(place_of)                                                                                        \
     CALLBACK(plain_attributes) CALLBACK(policy_contexts) CALLBACK(raise_ambiguous)                            \
     CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata) CALLBACK(raise_mixing) CALLBACK(raise_modified)      \

@@ -73,7 +73,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "original_of": detached_saves.original_of,
     "parse_plan": region.parse_plan,
     "payload_repr": region.payload_repr,
-    "pins_no_more": places.pins_no_more,
+    "pinning_refused": places.pinning_refused,
     "place_again": places.place_again,
     "place_of": places.place_of,
     "plain_attributes": argument_state.plain_attributes,

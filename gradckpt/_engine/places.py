@@ -12,7 +12,15 @@ from gradckpt import _C
 from gradckpt._config import GradckptInactiveWarning, warn_user
 from gradckpt._offload import Offload, parse_offload
 
-__all__ = ["apart_from_others", "figures", "offload_of", "pins_no_more", "place_again", "place_of", "stays_on_device"]
+__all__ = [
+    "apart_from_others",
+    "figures",
+    "offload_of",
+    "pinning_refused",
+    "place_again",
+    "place_of",
+    "stays_on_device",
+]
 
 #: For how many payloads a ring of no given size has room: of regions, of compress_saved().
 REGIONS, SAVED = 3, 16
@@ -99,7 +107,7 @@ def stays_on_device(place: _C.Place, why: str, refused: int) -> None:
     _say(offload.place, why)
 
 
-def pins_no_more(place: _C.Place) -> None:
+def pinning_refused(place: _C.Place) -> None:
     """Say once that a device has refused to pin host memory."""
     _say_pinned(offload_of(place).place, place.figures()["pinned"])
 
@@ -107,8 +115,8 @@ def pins_no_more(place: _C.Place) -> None:
 @functools.cache
 def _say_pinned(place: str, pinned: int) -> None:
     warn_user(
-        f"gradckpt: the system pins no more than {pinned >> 20} MiB for offload={place!r}, so copies beyond are slower "
-        "and do not overlap; lower host_budget=, or raise what may be pinned (WSL2 allows 1 to 2 GB in all)",
+        f"gradckpt: the system pins only {pinned >> 20} MiB for offload={place!r}, so other copies are slower; "
+        "lower host_budget= (WSL2 allows 1 to 2 GB in all)",
         GradckptInactiveWarning,
     )
 

@@ -20,11 +20,10 @@ typedef enum {
 } gck_payload_use;
 
 /* New reference: a payload of the input, which has been judged.  place: where its bytes go, if no outer hooks see
- * them; NULL: they stay.  first: the result of
- * gck_sharing_find(), or NULL. When the bytes turn out to be equal, they are dropped and the result
- * is `first`, counted as shared.  dither: NULL rounds to nearest; with `first` its own noise
- * counts, also where it is too far away to be compared.  batch: where the work may be deferred, or NULL.  NULL without an exception: *skip says
- * why it stays as it is. */
+ * them; NULL: they stay.  first: the result of gck_sharing_find(), or NULL.  When the bytes turn out to be equal, they
+ * are dropped and the result is `first`, counted as shared.  dither: NULL rounds to nearest; with `first` its own noise
+ * counts, also where it is too far away to be compared.  batch: where the work may be deferred, or NULL.  NULL without
+ * an exception: *skip says why it stays as it is. */
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
                           const gck_dither *dither, int use, PyObject *place, gck_batch *batch, gck_skip_reason *skip);
 
