@@ -19,6 +19,9 @@ static inline int gck_is_placed(const gck_placed *placed) { return placed->place
  * is counted; -1 with an exception. */
 int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int device, void *stream, gck_placed *placed);
 
+/* So many may be taken and not written yet, so that one more finds room in a ring of no given size. */
+int gck_place_most_unwritten(PyObject *place);
+
 /* The same in a step on paper, where nothing is taken and nothing counted.  1 or 0. */
 int gck_placed_take_on_paper(PyObject *place, int64_t nbytes, gck_placed *placed);
 

@@ -38,10 +38,11 @@ PyObject *gck_place_figures(PyObject *op, PyObject *args)
     int status;
 
     gck_byte_store_read_figures(self->store, restart, &f);
-    status = into == NULL || add_figures(into, "kept", self->kept) < 0 FIGURE(memory) FIGURE(memory_used)
-        FIGURE(memory_peak) FIGURE(memory_taken) FIGURE(pinned) FIGURE(pin_calls) FIGURE(file_used) FIGURE(file_peak)
-        FIGURE(written) FIGURE(read) FIGURE(write_ns) FIGURE(read_ns) FIGURE(puts) FIGURE(gets) FIGURE(from_memory)
-        FIGURE(waits_put) FIGURE(waits_get) || figures_of_device(into, NULL, 0) < 0 ? -1 : 0;
+    status = into == NULL || add_figures(into, "kept", self->process == getpid() ? self->kept : 0) < 0
+        FIGURE(memory) FIGURE(memory_used) FIGURE(memory_peak) FIGURE(memory_taken) FIGURE(pinned) FIGURE(pin_calls)
+        FIGURE(file_used) FIGURE(file_peak) FIGURE(written) FIGURE(read) FIGURE(write_ns) FIGURE(read_ns) FIGURE(puts)
+        FIGURE(gets) FIGURE(from_memory) FIGURE(waits_put) FIGURE(waits_get)
+        || figures_of_device(into, NULL, 0) < 0 ? -1 : 0;
     for (int i = 0; i < self->n && status == 0 && self->process == getpid(); i++) {
         status = figures_of_device(into, self->devices[i].offloader, restart);
     }

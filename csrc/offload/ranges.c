@@ -36,7 +36,7 @@ static void let_take(gck_ranges *ranges, gck_range_given *given)
 }
 
 /* Those whose last use is done are free: the first ones, since later ones are done later. */
-static void poll(gck_ranges *ranges)
+void gck_ranges_poll(gck_ranges *ranges)
 {
     while (ranges->n > 0 && gck_event_is_done(ranges->given[0].last)) {
         let_take(ranges, &ranges->given[0]);
@@ -65,7 +65,7 @@ int64_t gck_ranges_take(gck_ranges *ranges, int64_t nbytes, void *const *stream,
     int64_t offset;
 
     *status = GCK_OK;
-    poll(ranges);
+    gck_ranges_poll(ranges);
     if (reserve(ranges) < 0) {
         return -1;
     }

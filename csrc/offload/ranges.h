@@ -32,6 +32,9 @@ int64_t gck_ranges_take(gck_ranges *ranges, int64_t nbytes, void *const *stream,
  * never used again. */
 void gck_ranges_give(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_event *last);
 
+/* What was given and is not used any more is free. */
+void gck_ranges_poll(gck_ranges *ranges);
+
 /* Make it larger: bytes from `offset` on, which touch none.  0, or -1: no memory. */
 int gck_ranges_add(gck_ranges *ranges, int64_t offset, int64_t nbytes, gck_event *last);
 

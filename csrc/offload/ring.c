@@ -5,8 +5,14 @@ enum { SEGMENT_BITS = 44 };      /* offsets: a segment, and bytes in it */
 
 int64_t gck_ring_wants(const gck_ring *ring, int64_t nbytes, int payloads)
 {
-    const int64_t wanted = gck_ring_size(nbytes) * payloads;
-    return ring->n < GCK_RING_SEGMENTS && wanted > ring->nbytes ? wanted - ring->nbytes : 0;
+    const int64_t size = gck_ring_size(nbytes), missing = size * payloads - ring->nbytes;
+    /* sizes may creep up: not a segment for each */
+    const int64_t least = ring->n == 0 ? 0 : ring->largest < size ? gck_ring_size(size + size / 4) : size;
+
+    if (ring->n == GCK_RING_SEGMENTS || (missing <= 0 && ring->largest >= size)) {
+        return 0;
+    }
+    return missing > least ? missing : least;
 }
 
 int gck_ring_add(gck_ring *ring, void *memory, int64_t nbytes, gck_event *last)
@@ -20,6 +26,7 @@ int gck_ring_add(gck_ring *ring, void *memory, int64_t nbytes, gck_event *last)
     }
     ring->segments[ring->n++] = memory;
     ring->nbytes += nbytes;
+    ring->largest = nbytes > ring->largest ? nbytes : ring->largest;
     return 0;
 }
 

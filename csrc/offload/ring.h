@@ -14,7 +14,8 @@ typedef struct {
     gck_ranges ranges;
     char      *segments[GCK_RING_SEGMENTS];
     int        n;
-    int64_t    nbytes, taken, peak;               /* bytes                                         */
+    int64_t    nbytes, largest;                   /* bytes of all; of one segment                  */
+    int64_t    taken, peak;
 } gck_ring;
 
 static inline int64_t gck_ring_size(int64_t nbytes)
@@ -22,7 +23,8 @@ static inline int64_t gck_ring_size(int64_t nbytes)
     return (nbytes + GCK_RING_UNIT - 1) / GCK_RING_UNIT * GCK_RING_UNIT;
 }
 
-/* How much larger it should be for so many payloads of so many bytes; 0: it is large enough, or cannot be larger. */
+/* How much larger it should be for so many payloads of so many bytes, in one segment that holds such a payload; 0: it
+ * is large enough, or cannot be larger. */
 int64_t gck_ring_wants(const gck_ring *ring, int64_t nbytes, int payloads);
 
 /* Make it larger by this memory, which work before `last` (owned) may still use.  0 or -1. */

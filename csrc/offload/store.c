@@ -358,6 +358,7 @@ void gck_byte_store_read_figures(gck_byte_store *store, int restart, gck_byte_st
     }
     pthread_mutex_lock(&store->lock);
     gck_store_poll(store);
+    gck_ranges_poll(&store->ranges);
     *figures = store->figures;
     figures->memory_used = store->ranges.space.used;
     figures->file_used = store->file_space.used;

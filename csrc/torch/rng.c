@@ -12,6 +12,7 @@
 #include "torch/paper.h"
 
 #include <string.h>
+#include <unistd.h>
 
 /* Set `latest` to state (a new reference is taken), provided the window has not moved since
  * `before` was copied from it: another thread may draw at any time. */
@@ -80,6 +81,18 @@ int gck_rng_put(gck_rng *rng, PyObject *state)
 /* Swaps that this thread is inside. */
 static _Thread_local int depth;
 
+/* A forked child has one thread. */
+static void forget_other_threads(gck_rng *rng)
+{
+    if (rng->process != getpid()) {
+        rng->process = getpid();
+        rng->threads = depth > 0;
+        if (depth == 0) {
+            Py_CLEAR(rng->around);
+        }
+    }
+}
+
 int gck_rng_swap(gck_rng *rng, PyObject *state, PyObject **around)
 {
     unsigned long long swaps;
@@ -94,6 +107,7 @@ int gck_rng_swap(gck_rng *rng, PyObject *state, PyObject **around)
         return -1;
     }
     rng->swaps++;
+    forget_other_threads(rng);
     if (depth++ == 0 && rng->threads++ == 0) {
         rng->around = Py_NewRef(*around);
     }
@@ -107,6 +121,7 @@ int gck_rng_swap_back(gck_rng *rng, PyObject **around)
 
     *around = NULL;
     rng->swaps++;
+    forget_other_threads(rng);
     if (--depth == 0) {
         Py_DECREF(state);
         if (--rng->threads > 0) {

@@ -4,6 +4,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <sys/types.h>
 
 /* A Mersenne twister with its position (20 bytes), 624 words, and two cached normals. */
 enum { GCK_RNG_BEFORE = 20, GCK_RNG_WORDS = 624, GCK_RNG_AFTER = 28,
@@ -17,6 +18,7 @@ typedef struct {
     unsigned char        seen[GCK_RNG_WINDOW];   /* the window when `latest` was valid        */
     PyObject            *around;                 /* the state before any swap; NULL: no thread is inside one */
     int                  threads;                /* that are inside a swap                    */
+    pid_t                process;                /* of these                                  */
     unsigned long long   swaps;                  /* so far                                    */
 } gck_rng;
 

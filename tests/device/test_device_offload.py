@@ -152,6 +152,47 @@ def test_pinned_memory_is_taken_once(offload):
     assert first["pin_calls"] == later["pin_calls"]
 
 
+def region(n, offload, inputs=1):
+    xs = [torch.randn(n, device="virtual").requires_grad_() for _ in range(inputs)]
+    function = lambda *a: sum(t.sin() for t in a)  # noqa: E731
+    gradckpt.checkpoint(function, *(x * 1 for x in xs), compress=None, offload=offload).sum().backward()
+
+
+def test_a_ring_that_grew_slowly_has_room_for_the_largest():
+    offload = gradckpt.Offload("cpu", host_budget="64MiB", min_bytes="1KiB", keep_last=0)
+    for n in range(16, 52, 2):
+        region(n * 256, offload)
+    found = figures(offload)
+    assert found["misses_out"] == 0
+    assert found["ring"] < 8 * 50 * 1024
+    for _ in range(3):
+        region(50 * 256, offload)
+    assert figures(offload)["misses_out"] == 0
+
+
+def test_more_inputs_than_a_ring_holds_all_move():
+    offload = gradckpt.Offload("cpu", host_budget="64MiB", min_bytes="1KiB", prefetch=0)
+    for step in (1, 2):
+        region(4096, offload, inputs=6)
+        assert (figures(offload)["puts"], figures(offload)["misses_out"]) == (6 * step, 0)
+
+
+def test_what_is_in_use_is_counted_when_it_is_asked_for():
+    """What is dropped while its copy runs."""
+    offload = gradckpt.Offload("cpu", host_budget="2MiB", min_bytes="1KiB", keep_last=0)
+    x = torch.randn(4096, device="virtual").requires_grad_()
+    loss = gradckpt.checkpoint(torch.sin, x * 1, compress=None, offload=offload).sum()
+    assert figures_now(offload)["memory_used"] > 0
+    del loss
+    gc.collect()
+    torch.virtual.synchronize()
+    assert figures_now(offload)["memory_used"] == 0
+
+
+def figures_now(offload):
+    return place_of(offload).figures()
+
+
 def test_memory_that_the_cpu_took_is_pinned_for_a_device(tmp_path):
     """One store serves both."""
     offload = gradckpt.Offload("disk", directory=tmp_path, min_bytes="1KiB", host_budget="1MiB")

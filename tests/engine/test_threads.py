@@ -453,11 +453,34 @@ def test_thread_that_dies_in_a_step_leaves_the_rest_working(where, error):
     assert torch.equal(x.grad, grad_of(lambda t: t.sin().exp().sin(), x))
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
-    # Not through the end of the interpreter: torch's thread of the
-    # device may still be putting objects away.
-    os._exit(0)
+def forked_during_a_recompute():
+    inside, go = threading.Event(), threading.Event()
+
+    def function(x):
+        if gradckpt.policies.is_recomputing() and threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert go.wait(WAIT)
+        return torch.dropout(x, 0.5, True).sin()
+
+    x = leaf(1000)
+    thread = threading.Thread(target=lambda: gradckpt.checkpoint(function, x * 1).sum().backward())
+    thread.start()
+    assert inside.wait(WAIT)
+    child = os.fork()
+    if child == 0:
+        loss = gradckpt.checkpoint(function, x * 1).sum()
+        torch.randn(10)
+        before = torch.get_rng_state()
+        torch.autograd.grad(loss, x)
+        os._exit(0 if torch.equal(before, torch.get_rng_state()) else 7)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    go.set()
+    thread.join()
+    raise SystemExit(status)
+
+
+def test_a_child_that_is_forked_during_a_recompute_restores_its_generator():
+    alone(forked_during_a_recompute)
 
 
 def test_recomputes_at_once_leave_the_generator_as_it_was():
@@ -497,3 +520,10 @@ def test_recomputes_at_once_leave_the_generator_as_it_was():
     gradckpt.checkpoint(first, x).sum().backward()  # and so does the next one
     assert x.grad is not None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+    # Not through the end of the interpreter: torch's thread of the
+    # device may still be putting objects away.
+    os._exit(0)

@@ -212,7 +212,8 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
         *skip = status > 0 ? GCK_SKIP_LAYOUT : dense ? GCK_SKIP_DENSE : GCK_COMPRESS;
         goto exit;
     }
-    status = make_bytes(self, use, place);
+    status = place != NULL && batch != NULL && batch->n >= gck_place_most_unwritten(place) ? gck_batch_flush(batch) : 0;
+    status = status < 0 ? -1 : make_bytes(self, use, place);
     if (status != 0) {
         *skip = status > 0 ? GCK_SKIP_PLACE : GCK_COMPRESS;
         goto exit;
