@@ -36,6 +36,7 @@ LEFT_OUT = {
         "two_threads_",
         "of_two_threads",
         "four_threads_train_as_one",
+        "recomputes_at_once_leave_the_generator",
         "two_backwards_inside_one_region_at_once",
     ],
     "they start processes": ["test_older_torch", "test_processes"],
