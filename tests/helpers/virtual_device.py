@@ -193,7 +193,6 @@ class Timeline(ctypes.Structure):
         ("copies", ctypes.c_int64 * 2),
         ("nbytes", ctypes.c_int64 * 2),
         ("host_waits", ctypes.c_int64),
-        ("device_waited", ctypes.c_double),
         ("ends", ctypes.c_double),
     )
 

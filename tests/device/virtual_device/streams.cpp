@@ -24,7 +24,7 @@ std::mt19937_64 randomness;
 enum { QUERIES = 3 };                         /* that answer no before one runs what it asks for */
 enum { PRIVATE = 1000 };                      /* ids of streams that torch does not know */
 
-Timeline timeline = {1, {0, 0}, {0, 0}, 0, 0, 0};
+Timeline timeline = {1, {0, 0}, {0, 0}, 0, 0};
 double host_time;
 
 void host_waits_until(double ends)
@@ -213,7 +213,7 @@ Operation begin_copy(Stream *s, const char *name, bool out, size_t nbytes)
 void begin_timeline(double rate)
 {
     ensure();
-    timeline = {rate, {0, 0}, {0, 0}, 0, 0, 0};
+    timeline = {rate, {0, 0}, {0, 0}, 0, 0};
     host_time = 0;
     for (Stream *s : streams) {
         s->ends = 0;
@@ -257,11 +257,7 @@ void wait(Stream *s, const Event &e)
     }
     s->clock.join(known());
     s->clock.join(e.clock);
-    const double begins = s->ends > host_time ? s->ends : host_time;
-    if (e.ends > begins) {
-        timeline.device_waited += s->id == 0 ? e.ends - begins : 0;
-        s->ends = e.ends;
-    }
+    s->ends = e.ends > s->ends ? e.ends : s->ends;
     if (e.capture != nullptr && e.stream->capture == e.capture) {          /* it goes on: the stream joins it */
         s->capture = e.capture;
     }

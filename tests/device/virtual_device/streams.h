@@ -127,7 +127,6 @@ struct Timeline {
     double  rate;
     int64_t copies[2], nbytes[2];      /* in, out */
     int64_t host_waits;                /* in which the host waited for a device */
-    double  device_waited;             /* default streams, for others */
     double  ends;                      /* of the default stream of the first device, and of the host */
 };
 void begin_timeline(double rate);
