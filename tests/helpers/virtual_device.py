@@ -185,16 +185,15 @@ def order_threads(on):
     library().virtual_order_threads(int(on))
 
 
-class Timeline(ctypes.Structure):
-    """Of the work queued since timeline(): see streams.h."""
+class Timeline:
+    """Of the work queued since timeline(); see streams.h. Pairs: in, out."""
 
-    _fields_ = (
-        ("rate", ctypes.c_double),
-        ("copies", ctypes.c_int64 * 2),
-        ("nbytes", ctypes.c_int64 * 2),
-        ("host_waits", ctypes.c_int64),
-        ("ends", ctypes.c_double),
-    )
+    def read(self):
+        found = (ctypes.c_double * 6)()
+        library().virtual_read_timeline(found)
+        *counts, self.ends = found
+        self.copies, self.nbytes = tuple(map(int, counts[:2])), tuple(map(int, counts[2:4]))
+        self.host_waits = int(counts[4])
 
 
 @contextlib.contextmanager
@@ -204,7 +203,7 @@ def timeline(rate):
     made = Timeline()
     library().virtual_begin_timeline(rate)
     yield made
-    library().virtual_read_timeline(ctypes.byref(made))
+    made.read()
 
 
 def fill_when_freed(on):

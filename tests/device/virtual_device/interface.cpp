@@ -55,10 +55,18 @@ void virtual_begin_timeline(double rate)
     begin_timeline(rate);
 }
 
-void virtual_read_timeline(Timeline *timeline)
+/* Copies in and out, bytes in and out, waits of the host, the end. */
+void virtual_read_timeline(double found[6])
 {
-    Lock lock;
-    *timeline = read_timeline();
+    Lock           lock;
+    const Timeline timeline = read_timeline();
+
+    for (int i = 0; i < 2; i++) {
+        found[i] = (double)timeline.copies[i];
+        found[2 + i] = (double)timeline.nbytes[i];
+    }
+    found[4] = (double)timeline.host_waits;
+    found[5] = timeline.ends;
 }
 
 void virtual_fill_when_freed(int on) { fill_when_freed(on != 0); }
