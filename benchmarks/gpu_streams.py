@@ -7,6 +7,8 @@ makes what is not ordered read stale bytes.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -66,8 +68,9 @@ def operators_in_a_graph(job: Job) -> None:
     device = job.device
     if reason := device.missing("graphs"):
         raise Skip(reason)
+    n = 10_003 if job.small else 100_003
     for codec, dtype in PAIRS:
-        x = gpu_inputs.gaussian(dtype, 100_003).to(device.kind)
+        x = gpu_inputs.gaussian(dtype, n).to(device.kind)
         decoded(torch.ops.gradckpt.encode(x, codec), codec, x)
         device.synchronize()
         graph = device.module.CUDAGraph()
@@ -75,7 +78,7 @@ def operators_in_a_graph(job: Job) -> None:
             payload = torch.ops.gradckpt.encode(x, codec)
             restored = decoded(payload, codec, x)
         for seed in (1, 2):
-            host = gpu_inputs.gaussian(dtype, 100_003, seed)
+            host = gpu_inputs.gaussian(dtype, n, seed)
             x.copy_(host)
             graph.replay()
             device.synchronize()
@@ -222,10 +225,13 @@ def captured_regions(job: Job, row: Callable[..., None]) -> None:
     device = job.device
     if reason := device.missing("graphs"):
         raise Skip(reason)
-    for codec in CODECS:
-        name = f"captured step, {codec}"
+    here = gradckpt.Offload("cpu", min_bytes="1B", keep_last=0)
+    for codec, offload in itertools.product(CODECS, (False, here)):
+        name = f"captured step, {codec}{', offloaded' if offload else ''}"
         with job.part(name):
-            call: Call = lambda f, x, c=codec: gradckpt.checkpoint(f, x, compress=c, preserve_rng_state=False)  # noqa: E731
+            call: Call = functools.partial(
+                gradckpt.checkpoint, compress=codec, preserve_rng_state=False, offload=offload
+            )
             chain = Chain(job)
             side = device.stream()
             side.wait_stream(device.current())
@@ -236,6 +242,7 @@ def captured_regions(job: Job, row: Callable[..., None]) -> None:
             device.current().wait_stream(side)
             chain.clear()
             graph = device.module.CUDAGraph()
+            before = gradckpt.stats()["offload"].get("copies_in", 0)
             with device.module.graph(graph):
                 chain.forward(call).backward()
             other = chain.host.flip(0).to(device.kind)
@@ -246,6 +253,8 @@ def captured_regions(job: Job, row: Callable[..., None]) -> None:
             error = difference(found, chain.plainly(call))
             job.check(error == 0, f"{name}: gradients differ by {error:.3g} from an eager step")
             row(name, str(codec), cell(error, 6))
+            moved = gradckpt.stats()["offload"].get("copies_in", 0) - before
+            job.check(moved > 0 or not offload, f"{name}: no payload came back from the host")
 
 
 # ---- mixed precision

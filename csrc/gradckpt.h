@@ -251,6 +251,14 @@ typedef struct {
     int  (*pin)(int index, void *memory, int64_t nbytes);   /* for copies of all devices of the kind      */
     void (*unpin)(int index, void *memory);
     int  (*is_shared)(int index, int *shared);           /* the device's memory is the host's               */
+    /* The graph that work on this stream is captured into: a number that no other capture gets; 0: none. */
+    int  (*graph_of)(int index, void *stream, uint64_t *graph);
+    /* A stream that takes part in a capture begins anew there: its next work comes after what it waits for from now
+     * on, and what was captured on it need not be joined. */
+    int  (*unjoin)(int index, void *stream);
+    /* Call ended(data) when the graph that this stream is captured into is gone, and no copy of it will run.  Of any
+     * thread; it may not call the device. */
+    int  (*at_end_of_graph)(int index, void *stream, void (*ended)(void *data), void *data);
 } gck_link;
 
 /* A kind of device: what codecs and engine need of it.  Launch, stream and memory of devices go through this

@@ -1,30 +1,19 @@
 /* place.c: a store of the process, and an offloader for each device that has payloads there. */
 #include "engine/place.h"
 
+#include "engine/place_devices.h"
 #include "engine/place_figures.h"
 #include "offload/offloader.h"
 #include "torch/calls.h"
-#include "torch/device.h"
-#include "torch/input.h"
 #include "torch/paper.h"
 #include "torch/stream.h"
-#include "torch/tensor.h"
 
 #include <errno.h>
 #include <string.h>
 #include <structmember.h>
 #include <unistd.h>
 
-enum { AUTO = -1 };
-
 /* ---- errors ---- */
-
-/* What a status says; borrowed. */
-static const char *text_of(const gck_offloader *offloader, int device, int status)
-{
-    return status == GCK_STORE_DEVICE ? gck_device_error(device, gck_offloader_status(offloader))
-                                      : gck_byte_store_text(status);
-}
 
 /* A payload stays on its device: say why, once.  refused: it should not have to.  0, or -1: that is an error. */
 static int stays(gck_state *state, gck_place_object *self, const char *why, int refused)
@@ -61,12 +50,7 @@ static const char *error_of(const gck_placed *placed, int status)
 {
     const gck_place_object *self = (gck_place_object *)placed->place;
 
-    for (int i = 0; i < self->n; i++) {
-        if (self->devices[i].offloader == gck_offloaded_of(placed->bytes)) {
-            return text_of(self->devices[i].offloader, self->devices[i].device, status);
-        }
-    }
-    return gck_byte_store_text(status);
+    return gck_place_device_text(gck_place_device_with(self, gck_offloaded_of(placed->bytes)), status);
 }
 
 /* ---- the place ---- */
@@ -98,78 +82,9 @@ static int have_store(gck_place_object *self)
     }
     self->store = made;
     self->process = getpid();
-    self->n = 0;
+    self->devices = NULL;
     self->kept = 0;
     return 0;
-}
-
-/* *found: what this device has here.  1; 0: it cannot, see *why; -1. */
-static int have_device(gck_place_object *self, int device, gck_place_device **found, const char **why)
-{
-    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(device));
-    const gck_offloader_options options = {.held = self->held, .prefetch = self->prefetch};
-    gck_place_device *made = &self->devices[self->n];
-    int status, shared = 0;
-
-    for (int i = 0; i < self->n; i++) {
-        if (self->devices[i].device == device) {
-            *found = &self->devices[i];
-            return 1;
-        }
-    }
-    if (kind == NULL || kind->link == NULL || self->n == GCK_PLACE_DEVICES) {
-        *why = "gradckpt cannot copy from this device";
-        return 0;
-    }
-    if (kind->link->is_shared(gck_device_index(device), &shared) == GCK_OK && shared) {
-        *why = "the memory of this device is the host's";
-        return 0;
-    }
-    *made = (gck_place_device){.device = device, .memory = PyList_New(0)};
-    if (made->memory == NULL) {
-        return -1;
-    }
-    status = gck_offloader_new(kind->link, gck_device_index(device), self->store, &options, &made->offloader);
-    if (status != 0) {                           /* with the GIL: no other thread makes it */
-        *why = made->offloader != NULL ? text_of(made->offloader, device, status) : gck_byte_store_text(status);
-        Py_CLEAR(made->memory);
-        if (made->offloader != NULL) {
-            gck_offloader_free(made->offloader);
-        }
-        return 0;
-    }
-    self->n++;
-    *found = made;
-    return 1;
-}
-
-/* Make the ring as large as it should be.  0 or -1. */
-static int have_ring(gck_state *state, gck_place_object *self, gck_place_device *of, int64_t nbytes, void *stream)
-{
-    const int64_t more = self->ring != AUTO ? (PyList_Size(of->memory) == 0 ? self->ring : 0)
-                                            : gck_offloader_wants(of->offloader, nbytes, self->payloads);
-    gck_dl_tensor dl;
-    PyObject *memory;
-    int status = -1, shown;
-
-    if (more == 0) {
-        return 0;
-    }
-    memory = gck_bytes_empty(&state->py, more, of->device);
-    shown = memory != NULL ? gck_read_dlpack(&state->py, memory, &dl) : -1;
-    if (shown == 0) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: offload= begins under a mode that makes other tensors "
-                                            "(FakeTensorMode); run a step outside of it first");
-    } else if (shown > 0 && PyList_Append(of->memory, memory) == 0) {
-        status = gck_offloader_add(of->offloader, (char *)dl.data + dl.byte_offset, more, stream);
-        if (status != 0) {
-            PyErr_Format(PyExc_RuntimeError, "gradckpt: offload= cannot use a device: %s; train without it",
-                         text_of(of->offloader, of->device, status));
-            status = -1;
-        }
-    }
-    Py_XDECREF(memory);
-    return status;
 }
 
 /* ---- payloads ---- */
@@ -194,17 +109,13 @@ static int take_on_device(gck_state *state, gck_place_object *self, int64_t nbyt
 {
     gck_place_device *of = NULL;
     const char *why = NULL;
-    int status = have_device(self, device, &of, &why);
+    int status = gck_place_device_have(self, device, stream, &of, &why);
 
     if (status <= 0) {
         self->kept += status == 0;
         return status < 0 ? -1 : stays(state, self, why, 1);
     }
-    if (gck_stream_is_captured(device, stream)) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: offload= cannot be captured in a graph; capture without it");
-        return -1;
-    }
-    if (have_ring(state, self, of, nbytes, stream) < 0) {
+    if (gck_place_device_have_ring(state, self, of, nbytes, stream) < 0) {
         return -1;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -217,7 +128,7 @@ static int take_on_device(gck_state *state, gck_place_object *self, int64_t nbyt
         placed->bytes = NULL;
         return -1;
     }
-    return status == 0 ? 1 : stays(state, self, text_of(of->offloader, device, status), 1);
+    return status == 0 ? 1 : stays(state, self, gck_place_device_text(of, status), 1);
 }
 
 int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int device, void *stream, gck_placed *placed)
@@ -244,7 +155,7 @@ int gck_placed_take_on_paper(PyObject *place, int64_t nbytes, gck_placed *placed
 {
     const gck_place_object *self = (gck_place_object *)place;
     const int device = gck_counts_as_device(-1), moves = device || self->directory != NULL;
-    const int fits = nbytes <= self->host_budget && (!device || self->ring == AUTO || nbytes <= self->ring);
+    const int fits = nbytes <= self->host_budget && (!device || self->ring == GCK_PLACE_AUTO || nbytes <= self->ring);
     const int taken = moves && fits && nbytes >= self->min_bytes && nbytes > 0;
 
     *placed = (gck_placed){.place = taken ? Py_NewRef(place) : NULL};
@@ -292,10 +203,27 @@ int gck_placed_written(gck_placed *placed, void *stream)
     return answered(placed, status);
 }
 
+/* A graph that reads them would read at each launch what has their memory then.  0 or -1. */
+static int may_be_read(const gck_placed *placed, void *stream)
+{
+    const gck_offloader *of = placed->bytes != NULL ? gck_offloaded_of(placed->bytes) : NULL;
+
+    if (of != NULL && gck_offloader_graph(of) == 0
+        && gck_stream_is_captured(gck_place_device_with((gck_place_object *)placed->place, of)->device, stream)) {
+        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a captured backward cannot read what was offloaded before the "
+                                            "capture; capture the forward, too");
+        return -1;
+    }
+    return 0;
+}
+
 int gck_placed_bring(gck_placed *placed, void *stream)
 {
     int status;
 
+    if (may_be_read(placed, stream) < 0) {
+        return -1;
+    }
     Py_BEGIN_ALLOW_THREADS
     status = placed->item != NULL ? gck_byte_store_hold(placed->item)
            : placed->bytes != NULL ? gck_offloaded_bring(placed->bytes, stream) : 0;
@@ -349,7 +277,11 @@ void gck_placed_drop(gck_placed *placed)
     if (old.item != NULL) {
         gck_byte_store_drop(old.item);
     } else if (old.bytes != NULL) {
+        gck_offloader *of = gck_offloaded_of(old.bytes);
         gck_offloaded_drop(old.bytes);
+        if (gck_offloader_graph(of) != 0 && gck_offloader_is_over(of)) {
+            gck_place_graph_ended();
+        }
     }
     Py_XDECREF(old.place);
 }
@@ -374,12 +306,7 @@ static void place_dealloc(PyObject *op)
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
     }
-    for (int i = 0; i < self->n; i++) {
-        Py_BEGIN_ALLOW_THREADS                   /* their copies end */
-        gck_offloader_free(self->devices[i].offloader);
-        Py_END_ALLOW_THREADS
-        Py_DECREF(self->devices[i].memory);
-    }
+    gck_place_devices_free(self);
     if (self->store != NULL) {
         Py_BEGIN_ALLOW_THREADS                   /* its threads end */
         gck_byte_store_free(self->store);

@@ -43,8 +43,9 @@ PyObject *gck_place_figures(PyObject *op, PyObject *args)
         FIGURE(file_used) FIGURE(file_peak) FIGURE(written) FIGURE(read) FIGURE(write_ns) FIGURE(read_ns) FIGURE(puts)
         FIGURE(gets) FIGURE(from_memory) FIGURE(waits_put) FIGURE(waits_get)
         || figures_of_device(into, NULL, 0) < 0 ? -1 : 0;
-    for (int i = 0; i < self->n && status == 0 && self->process == getpid(); i++) {
-        status = figures_of_device(into, self->devices[i].offloader, restart);
+    const gck_place_device *of = self->process == getpid() ? self->devices : NULL;
+    for (; of != NULL && status == 0; of = of->next) {
+        status = figures_of_device(into, of->offloader, restart);
     }
     self->kept = restart ? 0 : self->kept;
     Py_XDECREF(status < 0 ? into : NULL);

@@ -9,23 +9,24 @@
 #include "offload/offloader_figures.h"
 #include "offload/store_figures.h"
 
-enum { GCK_PLACE_DEVICES = 16 };
-
-typedef struct {
+/* What a device has at a place, and what each graph has that is captured there. */
+typedef struct gck_place_device {
     int            device;
     gck_offloader *offloader;
     PyObject      *memory;                       /* list of tensors: its ring */
+    struct gck_place_device *next;
 } gck_place_device;
 
-typedef struct {
+typedef struct gck_place_object {
     PyObject_HEAD
     PyObject       *weakrefs, *directory;        /* bytes; NULL: no file */
     long long       host_budget, ring, held, min_bytes;
     int             prefetch, payloads;          /* payloads: for how many a ring of no given size has room */
     pid_t           process;
     gck_byte_store *store;
-    gck_place_device devices[GCK_PLACE_DEVICES];
-    int             n;
+    gck_place_device *devices;
+    struct gck_place_object *next_with_graphs;   /* owned; see place_devices.c           */
+    int             graphs;                      /* it is in that list                   */
     long long       kept;                        /* payloads that stayed on their device */
 } gck_place_object;
 

@@ -11,6 +11,16 @@ int gck_linked_said(gck_linked *on, int status)
     return status;
 }
 
+uint64_t gck_linked_graph_of(gck_linked *on, void *stream)
+{
+    uint64_t graph = 0;
+
+    if (on->graph != 0) {
+        gck_linked_said(on, on->link->graph_of(on->index, stream, &graph));
+    }
+    return graph;
+}
+
 gck_event *gck_event_take(gck_linked *on)
 {
     gck_event *event = on->unused;
@@ -46,6 +56,7 @@ int gck_event_record(gck_event *event, void *stream)
 
     event->open |= status == GCK_OK;
     event->lost |= status != GCK_OK;
+    event->graph = gck_linked_graph_of(on, stream);
     return status;
 }
 
@@ -58,14 +69,18 @@ int gck_event_wait(const gck_event *event, void *stream)
     if (event->lost) {
         return on->status;
     }
-    return event->open ? gck_linked_said(on, on->link->wait(on->index, stream, event->handle)) : GCK_OK;
+    if (!event->open || event->graph != gck_linked_graph_of(on, stream)) {
+        return GCK_OK;
+    }
+    return gck_linked_said(on, on->link->wait(on->index, stream, event->handle));
 }
 
 int gck_event_is_done(gck_event *event)
 {
     int done = 0;
 
-    if (event->open && event->on->link->is_done(event->on->index, event->handle, &done) == GCK_OK && done) {
+    if (event->open && event->on->graph == 0      /* a captured graph runs again */
+        && event->on->link->is_done(event->on->index, event->handle, &done) == GCK_OK && done) {
         event->open = 0;
     }
     return !event->open && !event->lost;
@@ -74,7 +89,8 @@ int gck_event_is_done(gck_event *event)
 int gck_event_finish(gck_event *event)
 {
     gck_linked *on = event->on;
-    const int status = event->open ? gck_linked_said(on, on->link->finish(on->index, event->handle)) : GCK_OK;
+    const int asked = event->open && event->graph == 0;
+    const int status = asked ? gck_linked_said(on, on->link->finish(on->index, event->handle)) : GCK_OK;
 
     event->open = event->open && status != GCK_OK;
     return status;

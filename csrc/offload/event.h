@@ -9,6 +9,7 @@ typedef struct gck_linked {
     const gck_link *link;
     int             index;
     _Atomic int     status;        /* the last of it that was not GCK_OK; read without a lock */
+    uint64_t        graph;         /* the one that its work is captured into; 0: none         */
     struct gck_event *unused;
 } gck_linked;
 
@@ -18,11 +19,17 @@ typedef struct gck_event {
     void             *handle;
     int               open;        /* it was recorded, and is not known to be done */
     int               lost;        /* it could not be recorded: what it stands for may run for ever */
+    uint64_t          graph;       /* where it was recorded; see gck_linked_graph_of()              */
     struct gck_event *next;
 } gck_event;
 
 /* Record what the device answered: it. */
 int gck_linked_said(gck_linked *on, int status);
+
+/* Where work on this stream goes: the graph that it is captured into; 0: none, and of a device whose work is not
+ * captured.  Graphs are launched one after the other, so an event orders only work of the graph in which it was
+ * recorded: elsewhere it is no event of the device, and is not waited for. */
+uint64_t gck_linked_graph_of(gck_linked *on, void *stream);
 
 /* NULL: there is no memory, or the device makes none. */
 gck_event *gck_event_take(gck_linked *on);

@@ -2,6 +2,7 @@
 #include "offload/offloader.h"
 
 #include "offload/offloaded_ring.h"
+#include "offload/offloader_graph.h"
 #include "offload/store_parts.h"
 #include "offload/store_room.h"
 #include "offload/transfer.h"
@@ -13,6 +14,21 @@ static int  unlock(gck_offloader *o, int status)
 {
     pthread_mutex_unlock(&o->store->lock);
     return status;
+}
+
+/* The same around work that is queued for a caller on this stream. */
+static int enter(gck_offloader *o, void *stream)
+{
+    lock(o);
+    return gck_graph_enter(o, stream);
+}
+
+/* 0 or a status: this one if it is none. */
+static int leave(gck_offloader *o, int status)
+{
+    const int left = gck_graph_leave(o);
+
+    return status == 0 ? left : status;
 }
 
 /* ---- the ring ---- */
@@ -114,6 +130,7 @@ static int copy_in(gck_offloaded *b)
         flown = gck_transfer_end(b->item, o->in);
         used = gck_offloaded_used_by(b, o->in);                /* also where that failed: the copy is queued */
         status = flown != 0 ? flown : used;
+        b->graph = o->now;
     }
     if (status != 0) {
         gck_offloaded_leave_ring(b);
@@ -130,7 +147,7 @@ static int make_room(gck_offloaded *b, void *stream)
     int status;
 
     while ((status = gck_offloaded_take_ring(b, stream)) == GCK_STORE_RING) {
-        gck_offloaded *held = oldest_held(o);
+        gck_offloaded *held = gck_graph_is_foreign(o) ? NULL : oldest_held(o);
         if (held != NULL) {
             status = copy_out(held);
         } else if (gck_offloader_evict(o, 0) || gck_offloader_evict(o, 1)) {
@@ -150,13 +167,25 @@ static int reserve(gck_offloaded *b)
     gck_offloaded *held;
     int status;
 
-    while ((status = gck_store_reserve(o->store, b->nbytes, &o->out, &b->item)) == GCK_STORE_FULL
+    if (o->on.graph != 0) {
+        return gck_graph_reserve(b);
+    }
+    while ((status = gck_store_reserve(o->store, b->nbytes, &o->out, 0, &b->item)) == GCK_STORE_FULL
            && (held = oldest_held(o)) != NULL) {
         if ((status = copy_out(held)) != 0) {
             break;
         }
     }
     return status;
+}
+
+static void drop_item(gck_offloaded *b)
+{
+    if (b->item != NULL && b->offloader->on.graph != 0) {
+        gck_graph_keep(b->offloader, b->item);
+    } else if (b->item != NULL) {
+        gck_store_drop(b->item);
+    }
 }
 
 int gck_offloader_take(gck_offloader *o, int64_t nbytes, void *stream, gck_offloaded **bytes)
@@ -169,10 +198,10 @@ int gck_offloader_take(gck_offloader *o, int64_t nbytes, void *stream, gck_offlo
         return o->store->process != getpid() ? GCK_STORE_FORKED : GCK_STORE_NO_MEMORY;
     }
     *b = (gck_offloaded){.offloader = o, .nbytes = nbytes, .size = gck_ring_size(nbytes), .ring = -1, .stream = stream};
-    lock(o);
-    status = make_room(b, stream);
+    status = enter(o, stream);
+    status = status == 0 ? make_room(b, stream) : status;
     o->figures.misses_out += status == GCK_STORE_RING;
-    status = status == 0 ? reserve(b) : status;
+    status = leave(o, status == 0 ? reserve(b) : status);
     if (status == 0) {
         b->older = o->newest;
         *(o->newest != NULL ? &o->newest->newer : &o->oldest) = b;
@@ -180,6 +209,7 @@ int gck_offloader_take(gck_offloader *o, int64_t nbytes, void *stream, gck_offlo
         o->newest = *bytes = b;
     } else {
         gck_offloaded_leave_ring(b);
+        drop_item(b);
         free(b);
     }
     return unlock(o, status);
@@ -189,20 +219,20 @@ int gck_offloaded_written(gck_offloaded *b, void *stream)
 {
     gck_offloader *o = b->offloader;
     const int64_t most = o->options.held >= 0 ? o->options.held : o->ring.nbytes / 3;
-    int status;
+    int status = enter(o, stream);
 
-    lock(o);
-    status = gck_offloaded_used_by(b, stream);
+    status = gck_offloaded_used_by(b, stream) == 0 ? status : GCK_STORE_DEVICE;
     b->written = 1;
     if (status == 0) {
         o->held = o->held == NULL || b->number < o->held->number ? b : o->held;
         o->bytes_held += b->size;
         b->held = 1;
     }
-    for (gck_offloaded *held; status == 0 && o->bytes_held > most && (held = oldest_held(o)) != NULL;) {
+    for (gck_offloaded *held; status == 0 && o->bytes_held > most && !gck_graph_is_foreign(o)
+                              && (held = oldest_held(o)) != NULL;) {
         status = copy_out(held);
     }
-    return unlock(o, status);
+    return unlock(o, leave(o, status));
 }
 
 /* ---- reading ---- */
@@ -243,6 +273,9 @@ static int have_in_ring(gck_offloaded *b)
     gck_offloader *o = b->offloader;
     int status;
 
+    if (gck_graph_is_stale(b)) {
+        gck_offloaded_leave_ring(b);
+    }
     if (b->ring >= 0) {
         return 0;
     }
@@ -265,9 +298,9 @@ int gck_offloaded_bring(gck_offloaded *b, void *stream)
     if (o->store->process != getpid()) {
         return GCK_STORE_FORKED;
     }
-    lock(o);
+    status = enter(o, stream);
     o->figures.read_in_ring += b->ring >= 0 && !b->copied;
-    status = have_in_ring(b);
+    status = status == 0 ? have_in_ring(b) : status;
     o->figures.misses_in += status == GCK_STORE_RING;
     if (status == 0 && b->last != NULL && GCK_EDGE(GCK_EDGE_READ, gck_event_wait(b->last, stream), GCK_OK) != GCK_OK) {
         status = GCK_STORE_DEVICE;
@@ -277,7 +310,13 @@ int gck_offloaded_bring(gck_offloaded *b, void *stream)
         b->readers++;
         o->figures.prefetched += b->ahead;
         b->ahead = 0;
-        prefetch(b);
+        if (o->now != 0 || o->on.graph == 0) {   /* what a graph copied is not ahead of a read outside of it */
+            prefetch(b);
+        }
+        status = leave(o, 0);
+        b->readers -= status != 0;
+    } else {
+        leave(o, status);
     }
     return unlock(o, status);
 }
@@ -293,7 +332,7 @@ static void free_bytes(gck_offloaded *b)
         gck_offloaded_used_by(b, b->stream);
     }
     gck_offloaded_leave_ring(b);
-    gck_store_drop(b->item);
+    drop_item(b);
     free(b);
 }
 
@@ -320,10 +359,12 @@ int gck_offloaded_let_go(gck_offloaded *b, void *stream)
 int gck_offloaded_copy(gck_offloaded *b, int64_t from, int64_t nbytes, void *to, void *stream)
 {
     gck_offloader *o = b->offloader;
-    int status;
+    int status = enter(o, stream);
 
-    lock(o);
-    status = b->copied ? 0 : !b->held ? GCK_STORE_DEVICE : b->readers > 0 ? GCK_STORE_BUSY : copy_out(b);
+    if (status == 0 && !b->copied) {
+        status = !b->held || gck_graph_is_foreign(o) ? GCK_STORE_DEVICE
+               : b->readers > 0 ? GCK_STORE_BUSY : copy_out(b);
+    }
     status = status == 0 ? gck_store_hold(b->item, 1) : status;
     if (status == 0) {
         const gck_event *last = b->item->last;
@@ -332,7 +373,7 @@ int gck_offloaded_copy(gck_offloaded *b, int64_t from, int64_t nbytes, void *to,
         status = status == 0 ? gck_transfer_end(b->item, stream) : status;
         gck_store_release(b->item);
     }
-    return unlock(o, status);
+    return unlock(o, leave(o, status));
 }
 
 int gck_offloaded_is_near(const gck_offloaded *b)
@@ -371,6 +412,7 @@ void gck_offloader_free(gck_offloader *o)
         return;
     }
     lock(o);
+    gck_graph_clear(o);
     gck_store_settle(o->store, &o->on);
     gck_ring_clear(&o->ring);
     unlock(o, 0);
@@ -384,6 +426,17 @@ void gck_offloader_free(gck_offloader *o)
     free(o);
 }
 
+int gck_offloader_is_over(gck_offloader *o)
+{
+    if (o->store->process != getpid()) {
+        return 0;
+    }
+    lock(o);
+    return unlock(o, o->on.graph != 0 && o->alive == 0 && o->oldest == NULL);
+}
+
+uint64_t gck_offloader_graph(const gck_offloader *o) { return o->on.graph; }
+
 int gck_offloader_new(const gck_link *link, int index, gck_byte_store *store, const gck_offloader_options *options,
                       gck_offloader **made)
 {
@@ -393,10 +446,11 @@ int gck_offloader_new(const gck_link *link, int index, gck_byte_store *store, co
     if (o == NULL) {
         return GCK_STORE_NO_MEMORY;
     }
-    *o = (gck_offloader){.on = {.link = link, .index = index}, .store = store, .options = *options,
-                         .ring = {.ranges = {.edge = GCK_EDGE_RING}}};
+    *o = (gck_offloader){.on = {.link = link, .index = index, .graph = options->graph}, .store = store,
+                         .options = *options, .ring = {.ranges = {.edge = GCK_EDGE_RING}}};
     if (gck_linked_said(&o->on, link->stream_new(index, &o->out)) != GCK_OK
-        || gck_linked_said(&o->on, link->stream_new(index, &o->in)) != GCK_OK) {
+        || gck_linked_said(&o->on, link->stream_new(index, &o->in)) != GCK_OK
+        || (options->graph != 0 && gck_graph_use(o, options->graph, options->stream) != 0)) {
         return GCK_STORE_DEVICE;                 /* the caller asks for the status, and frees it */
     }
     lock(o);

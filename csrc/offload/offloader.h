@@ -17,8 +17,14 @@
 int gck_offloader_new(const gck_link *link, int index, gck_byte_store *store, const gck_offloader_options *options,
                       gck_offloader **made);
 
-/* Wait for its copies; nothing of it is in use. */
+/* Wait for its copies; nothing of it is in use, and the graph that it may be for is gone. */
 void gck_offloader_free(gck_offloader *offloader);
+
+/* 1 when it was for a graph that is gone, as are those that have read its bytes, and has no bytes. */
+int gck_offloader_is_over(gck_offloader *offloader);
+
+/* The graph that it is for; 0: none. */
+uint64_t gck_offloader_graph(const gck_offloader *offloader);
 
 /* Make the ring larger by this memory of the device, which lives as long, and which work on this stream may still use.
  * 0 or a status. */

@@ -10,6 +10,9 @@ typedef struct gck_offloaded gck_offloaded;
 typedef struct {
     int64_t held;                /* newest bytes that are not copied out; -1: a third of the ring  */
     int     prefetch;            /* so many before the one that is read are copied in, too         */
+    uint64_t graph;              /* whose work it is for (gck_link.graph_of); 0: of no graph       */
+    void    *stream;             /* that is captured into it                                       */
+    void   (*ended)(void);       /* it is gone; called as gck_link says                            */
 } gck_offloader_options;
 
 typedef struct {

@@ -17,11 +17,17 @@ struct gck_offloaded {
     int                  held;                   /* written, and its copy out is not queued            */
     int                  copied;                 /* that is queued                                     */
     int                  ahead;                  /* it was copied in before it was asked for           */
+    uint64_t             graph;                  /* in which it was copied in; 0: in none              */
     int                  readers;                /* between bring and let go                           */
     int                  at_once;                /* there were several                                 */
     int                  written, dropped;
     void                *stream;                 /* until then: what may write it                      */
 };
+
+typedef struct gck_graph_user {
+    uint64_t               graph;
+    struct gck_graph_user *next;
+} gck_graph_user;
 
 struct gck_offloader {
     gck_linked            on;
@@ -34,6 +40,12 @@ struct gck_offloader {
     int64_t               taken;                 /* so far                                             */
     int64_t               bytes_held;
     gck_offloader_figures figures;
+    /* Of one for a graph, see offloader_graph.h. */
+    uint64_t              now;                   /* the graph that asks now; 0: none                   */
+    gck_byte_store_item  *kept;                  /* owned: of bytes that were dropped                  */
+    gck_graph_user       *users;                 /* owned: it, and others that have read its bytes     */
+    _Atomic int           alive;                 /* so many of those are not gone                      */
+    int                   outside;               /* work outside of graphs has read, too               */
 };
 
 #endif

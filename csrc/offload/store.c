@@ -137,7 +137,8 @@ static int wait_for_memory(gck_byte_store *store, gck_byte_store_item *item, voi
     return 0;
 }
 
-int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream, gck_byte_store_item **reserved)
+int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream, int of_graph,
+                      gck_byte_store_item **reserved)
 {
     gck_byte_store_item *item;
     int status, waited = 0;
@@ -150,11 +151,12 @@ int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream
         return GCK_STORE_NO_MEMORY;
     }
     *item = (gck_byte_store_item){.store = store, .nbytes = nbytes, .memory = -1, .file = -1, .at = GCK_FILLING,
-                                  .of_device = stream != NULL};
+                                  .of_device = stream != NULL, .of_graph = of_graph};
     item->padded = multiple_of(nbytes, GCK_FILE_ALIGNMENT);
     gck_store_poll(store);
     gck_store_write_down_to(store, store->figures.memory / 2 - item->padded);
-    status = wait_for_memory(store, item, stream, &waited);
+    /* what others use now is nothing that a captured stream could wait for */
+    status = wait_for_memory(store, item, of_graph ? NULL : stream, &waited);
     if (status != 0) {
         free(item);
         return status;
@@ -177,7 +179,7 @@ int gck_byte_store_reserve(gck_byte_store *store, int64_t nbytes, gck_byte_store
         return GCK_STORE_FORKED;
     }
     pthread_mutex_lock(&store->lock);
-    status = gck_store_reserve(store, nbytes, NULL, item);
+    status = gck_store_reserve(store, nbytes, NULL, 0, item);
     pthread_mutex_unlock(&store->lock);
     return status;
 }

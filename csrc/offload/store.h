@@ -56,8 +56,10 @@ void gck_byte_store_read_figures(gck_byte_store *store, int restart, gck_byte_st
 
 /* ---- for this room, with the lock (store_parts.h) ---- */
 
-/* As gck_byte_store_reserve(), for a device. */
-int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream, gck_byte_store_item **item);
+/* As gck_byte_store_reserve(), for work on *stream of a device.  of_graph: which is captured, so that its memory is
+ * used by nothing else before the item is dropped. */
+int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream, int of_graph,
+                      gck_byte_store_item **item);
 
 /* As gck_byte_store_hold(); wait 0: GCK_STORE_BUSY when its bytes have to be read, which begins. */
 int  gck_store_hold(gck_byte_store_item *item, int wait);

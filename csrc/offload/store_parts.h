@@ -41,6 +41,7 @@ struct gck_byte_store_item {
     uint64_t             digest;
     gck_store_place      at;
     int                  of_device;       /* that writes it, at some time                         */
+    int                  of_graph;        /* again and again: it stays FILLING                    */
     int                  holds;           /* of callers                                           */
     int                  in_flight;       /* a device reads or writes its memory, until `last`; with a file only */
     gck_event           *last;            /* owned: the device's last use of it; NULL: none       */

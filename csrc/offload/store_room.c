@@ -211,6 +211,9 @@ void gck_store_flies(gck_byte_store_item *item)
 {
     gck_byte_store *store = item->store;
 
+    if (item->of_graph) {
+        return;
+    }
     if (!gck_store_has_file(store)) {            /* who takes its memory waits for item->last */
         item->at = GCK_HERE;
         return;

@@ -286,15 +286,6 @@ def test_another_stream_and_thread_read(offload):
     virtual_device.order_threads(False)
 
 
-def test_a_capture_is_refused(offload):
-    net, x = net_of(), inputs()
-    with gradckpt.enable(net, "int8", modules=Block, offload=offload, preserve_rng_state=False):
-        net(x).sum().backward()
-        graph = virtual_device.Graph()
-        with pytest.raises(RuntimeError, match="offload= cannot be captured in a graph"), virtual_device.graph(graph):
-            net(x)
-
-
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(offload):
     net, x = net_of(), inputs()
     want = train(net, x, compress="int8")

@@ -23,7 +23,7 @@ def _folder():
 
 
 @functools.cache
-def program(name, *options, sources=(*STORE, "offloader", "offloaded_ring", "ring", "transfer")):
+def program(name, *options, sources=(*STORE, "offloader", "offloader_graph", "offloaded_ring", "ring", "transfer")):
     """The path of helpers/NAME.c as a program, built once per process."""
     gcc = shutil.which("gcc")
     if gcc is None:

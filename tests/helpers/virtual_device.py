@@ -265,8 +265,8 @@ def use_host_codecs(on):
 
 
 def kernel_errors():
-    """Kernels that ran and did not return 0."""
-    return library().virtual_kernel_errors()
+    """Kernels that ran and did not return 0, and calls of the link that CUDA would refuse."""
+    return library().virtual_kernel_errors() + library().virtual_link_misused()
 
 
 def link_fails(call=0, all_after=False):
@@ -310,7 +310,8 @@ class Graph:
 
 @contextlib.contextmanager
 def graph(made, stream=None):
-    """As torch.cuda.graph(): captures what runs in the block."""
+    """As torch.cuda.graph(): waits for the device, and captures what runs in the block."""
+    torch.accelerator.synchronize()
     with stream or torch.Stream(device=NAME):
         made.capture_begin()
         try:
@@ -398,6 +399,8 @@ def _module():
         "current_stream": _current_stream,
         "default_stream": _default_stream,
         "synchronize": _synchronize,
+        "CUDAGraph": Graph,
+        "graph": graph,
         "device_count": lambda: 2,
         "current_device": torch.accelerator.current_device_index,
         "set_device": lambda device: torch.accelerator.set_device_index(_index(device)),

@@ -92,7 +92,67 @@ static int is_shared(int index, int *shared)
     return (int)cudaDeviceGetAttribute(shared, cudaDevAttrIntegrated, index);
 }
 
+/* ---- captured graphs ---- */
+
+/* Its number and its graph; 0: none.  The legacy default stream cannot be captured, and asking it fails while another
+ * one is. */
+static int capture_of(void *stream, uint64_t *id, cudaGraph_t *graph)
+{
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    unsigned long long number = 0;
+    int status = GCK_OK;
+
+    if (stream != NULL) {
+#if CUDART_VERSION >= 13000
+        status = (int)cudaStreamGetCaptureInfo((cudaStream_t)stream, &capture, &number, graph, NULL, NULL, NULL);
+#else
+        status = (int)cudaStreamGetCaptureInfo_v2((cudaStream_t)stream, &capture, &number, graph, NULL, NULL);
+#endif
+    }
+    *id = status == GCK_OK && capture == cudaStreamCaptureStatusActive ? number + 1 : 0;     /* CUDA may begin with 0 */
+    return status;
+}
+
+static int graph_of(int, void *stream, uint64_t *graph)
+{
+    const int status = capture_of(stream, graph, NULL);
+
+    if (status != GCK_OK) {
+        (void)cudaGetLastError();                /* said here, and not by the next launch */
+    }
+    return status;
+}
+
+/* Nodes that leave a stream's set so need not be joined when the capture ends. */
+static int unjoin(int index, void *stream)
+{
+    return launch_on(index, [=]() {
+#if CUDART_VERSION >= 13000
+        return (int)cudaStreamUpdateCaptureDependencies((cudaStream_t)stream, NULL, NULL, 0,
+                                                        cudaStreamSetCaptureDependencies);
+#else
+        return (int)cudaStreamUpdateCaptureDependencies((cudaStream_t)stream, NULL, 0,
+                                                        cudaStreamSetCaptureDependencies);
+#endif
+    });
+}
+
+/* An object that the graph owns, and the executable graphs made of it. */
+static int at_end_of_graph(int index, void *stream, void (*ended)(void *), void *data)
+{
+    return launch_on(index, [=]() {
+        cudaUserObject_t object;
+        cudaGraph_t graph = NULL;
+        uint64_t id;
+        int status = capture_of(stream, &id, &graph);
+        if (status == GCK_OK) {
+            status = (int)cudaUserObjectCreate(&object, data, ended, 1, cudaUserObjectNoDestructorSync);
+        }
+        return status != GCK_OK ? status : (int)cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+    });
+}
+
 extern "C" const gck_link gck_link_cuda = {
     stream_new, stream_free, event_new, event_free, record, wait, is_done, finish, copy_out, copy_in, pin, unpin,
-    is_shared,
+    is_shared, graph_of, unjoin, at_end_of_graph,
 };

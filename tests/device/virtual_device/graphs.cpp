@@ -24,8 +24,17 @@ void begin_capture(Stream *s)
         throw std::runtime_error("the stream is being captured already");
     }
     drain(s);
-    s->capture = new Graph{s, {}};
+    s->capture = new Graph{s, {}, {}};
     this_thread().capturing++;
+}
+
+/* Tell those who asked. */
+static void end(Graph *graph)
+{
+    for (std::function<void()> &told : graph->at_end) {
+        told();
+    }
+    graph->at_end.clear();
 }
 
 /* Streams that joined the capture must have joined its origin again. */
@@ -47,6 +56,7 @@ Graph *end_capture(Stream *s)
     }
     forget_capture(graph);
     if (!joined) {
+        end(graph);
         throw std::runtime_error("capturing stream has unjoined work");
     }
     return graph;
@@ -68,6 +78,7 @@ void destroy(Graph *graph)
 {
     Lock lock;
 
+    end(graph);
     for (Node &node : graph->nodes) {
         Lock::drop(std::move(node.run));
     }

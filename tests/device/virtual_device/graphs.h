@@ -22,6 +22,7 @@ struct Node {
 struct Graph {
     Stream           *origin;
     std::vector<Node> nodes;
+    std::vector<std::function<void()>> at_end;
 };
 
 /* The graph that the stream is captured into keeps this, to run it again. */

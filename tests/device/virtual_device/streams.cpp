@@ -76,13 +76,20 @@ void maybe_run(void)
     }
 }
 
+int new_number()
+{
+    static int numbers;
+
+    return numbers++;
+}
+
 Stream *add_stream(int device)
 {
     Stream *s = new Stream;
 
     s->device = device;
     s->id = (int64_t)per_device[device].size();
-    s->number = (int)streams.size();
+    s->number = new_number();
     streams.push_back(s);
     per_device[device].push_back(s);
     return s;
@@ -171,7 +178,7 @@ Stream *private_stream(int device)
 
     ensure();
     s->device = device;
-    s->number = (int)streams.size();
+    s->number = new_number();
     s->id = PRIVATE + s->number;
     streams.push_back(s);
     return s;
@@ -273,6 +280,14 @@ void wait(Stream *s, Stream *other)
 
     record(&e, other);
     wait(s, e);
+}
+
+/* A number that no other stream has had: order among its own operations is forgotten, too. */
+void forget_order(Stream *s)
+{
+    drain(s);
+    s->number = new_number();
+    s->clock = Clock();
 }
 
 void learn(const Clock &clock) { known().join(clock); }

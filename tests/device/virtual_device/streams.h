@@ -113,6 +113,8 @@ void drain(Stream *s);
 void record(Event *e, Stream *s);
 void wait(Stream *s, const Event &e);
 void wait(Stream *s, Stream *other);
+/* What it does from now on comes after what it waits for from now on, and after nothing else. */
+void forget_order(Stream *s);
 bool query(Event *e);
 bool query(Stream *s);
 void synchronise(const Event &e);

@@ -675,6 +675,39 @@ static inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureM
     return emulation::answer(cudaSuccess);
 }
 
+/* Of a capture: one graph, which asks for nothing when it is gone. */
+#define CUDART_VERSION 13000
+typedef struct emulated_graph *cudaGraph_t;
+typedef struct emulated_user_object *cudaUserObject_t;
+enum { cudaStreamSetCaptureDependencies = 1, cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1 };
+
+static inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status,
+                                                   unsigned long long *id, cudaGraph_t *graph, const void *,
+                                                   const void *, const size_t *)
+{
+    *id = 0;
+    if (graph != NULL) {
+        *graph = NULL;
+    }
+    return cudaStreamIsCapturing(stream, status);
+}
+
+static inline cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, const void *, const void *, size_t, unsigned)
+{
+    return emulation::answer(emulated_capture ? (int)cudaSuccess : 401);     /* cudaErrorIllegalState */
+}
+
+static inline cudaError_t cudaUserObjectCreate(cudaUserObject_t *object, void *, void (*)(void *), unsigned, unsigned)
+{
+    *object = NULL;
+    return emulation::answer(cudaSuccess);
+}
+
+static inline cudaError_t cudaGraphRetainUserObject(cudaGraph_t, cudaUserObject_t, unsigned, unsigned)
+{
+    return emulation::answer(cudaSuccess);
+}
+
 /* As CUDA does, refuses while a capture in global mode goes on. */
 static inline cudaError_t cudaHostAlloc(void **p, size_t nbytes, unsigned)
 {

@@ -1,0 +1,328 @@
+"""Payloads of captured graphs at a place: each launch writes and reads them anew, in memory that
+nothing else has."""
+
+import contextlib
+import gc
+import threading
+
+import pytest
+import torch
+import virtual_device
+
+import gradckpt
+
+LAYERS, ROWS, WIDTH = 6, 16, 128
+PAYLOAD = ROWS * WIDTH * 4
+#: Small rings that hold less than all payloads, and what is held in them and comes back ahead.
+SIZES = [("auto", "auto", 1), ("auto", 0, 0), ("20KiB", 0, 3), ("30KiB", "10KiB", 1)]
+
+
+@pytest.fixture(autouse=True)
+def _host_codecs():
+    virtual_device.use_host_codecs(True)
+    yield
+    virtual_device.use_host_codecs(False)
+
+
+def place_of(tmp_path, place="cpu", sizes=SIZES[0], **more):
+    ring, keep_last, prefetch = sizes
+    more |= {"directory": tmp_path} if place == "disk" else {}
+    try:
+        return gradckpt.Offload(
+            place,
+            **{"host_budget": "256KiB", "min_bytes": "1B", "ring": ring, "keep_last": keep_last, "prefetch": prefetch}
+            | more,
+        )
+    except ValueError as error:
+        pytest.skip(f"the temporary folder's file system serves no store: {error}")
+
+
+class Work:
+    """A chain of layers on a stream of its own, captured as one graph or as two."""
+
+    def __init__(self, codec="raw", offload=None, saved=False, layers=LAYERS):
+        torch.manual_seed(0)
+        self.weights = [(torch.randn(WIDTH, WIDTH) / 11).to("virtual").requires_grad_() for _ in range(layers)]
+        self.x = torch.randn(ROWS, WIDTH).to("virtual").requires_grad_()
+        self.side = torch.Stream(device="virtual")
+        self.codec, self.offload, self.saved = codec, offload, saved
+        self.graphs = []
+        torch.virtual.synchronize()
+
+    def forward(self, offload):
+        h = self.x * 1
+        with gradckpt.compress_saved(self.codec, offload=offload) if self.saved else contextlib.nullcontext():
+            for w in self.weights:
+                h = self.layer(lambda t, w=w: torch.tanh(t @ w), h, offload)
+        return h.square().mean()
+
+    def layer(self, function, h, offload):
+        if self.saved:
+            return function(h)
+        return gradckpt.checkpoint(function, h, compress=self.codec, preserve_rng_state=False, offload=offload)
+
+    def captured(self):
+        self.graphs.append(virtual_device.Graph())
+        return virtual_device.graph(self.graphs[-1], self.side)
+
+    def gradients(self, loss):
+        return torch.autograd.grad(loss, [self.x, *self.weights], retain_graph=True)
+
+    def warm(self):
+        with self.side:
+            self.gradients(self.forward(self.offload))
+        torch.virtual.synchronize()
+
+    def other_input(self, seed):
+        torch.virtual.synchronize()
+        with torch.no_grad():
+            self.x.copy_(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)))
+        torch.virtual.synchronize()
+
+    def expected(self):
+        """Gradients without a graph and without a place."""
+        with self.side:
+            found = self.gradients(self.forward(None))
+        torch.virtual.synchronize()
+        return [g.cpu() for g in found]
+
+    def launch(self):
+        with self.side:
+            for graph in self.graphs:
+                graph.replay()
+        torch.virtual.synchronize()
+
+    def end(self):
+        for graph in self.graphs:
+            graph.reset()
+        gc.collect()
+
+
+def same(found, want):
+    torch.virtual.synchronize()
+    return all(torch.equal(a.cpu(), b) for a, b in zip(found, want, strict=True))
+
+
+def offloaded():
+    return gradckpt.stats()["offload"]
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("codec", [None, "int8", "raw"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_whole_step(tmp_path, sizes, codec, warm):
+    gradckpt.stats.reset()
+    work = Work(codec, place_of(tmp_path, sizes=sizes))
+    if warm:
+        work.warm()
+    with work.captured():
+        found = work.gradients(work.forward(work.offload))
+    for seed in range(3):
+        work.other_input(seed)
+        work.launch()
+        assert same(found, work.expected())
+    assert offloaded()["copies_in"] > 0
+    assert virtual_device.kernel_errors() == 0
+    work.end()
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("saved", "codec"), [(False, "int8"), (True, "raw")])
+def test_forward_and_backward_apart(tmp_path, place, sizes, saved, codec):
+    """As torch.cuda.make_graphed_callables() does."""
+    work = Work(codec, place_of(tmp_path, place, sizes), saved)
+    work.warm()
+    with work.captured():
+        loss = work.forward(work.offload)
+    with work.captured():
+        found = work.gradients(loss)
+    for seed in range(3):
+        work.other_input(seed)
+        work.launch()
+        assert same(found, work.expected())
+    assert virtual_device.kernel_errors() == 0
+    del loss
+    work.end()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_captured_forward_and_plain_backwards(tmp_path, sizes):
+    """What a backward brought into the ring is not there any more after the next launch."""
+    work = Work("raw", place_of(tmp_path, sizes=sizes))
+    work.warm()
+    with work.captured():
+        loss = work.forward(work.offload)
+    for seed in range(4):
+        work.other_input(seed)
+        work.launch()
+        with work.side:
+            found = [work.gradients(loss) for _ in range(2)]
+        want = work.expected()
+        assert same(found[0], want)
+        assert same(found[1], want)
+    assert virtual_device.kernel_errors() == 0
+    del loss
+    work.end()
+
+
+def test_steps_between_launches_use_other_memory(tmp_path):
+    """On the same place, with payloads that wait across a launch."""
+    work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1)))
+    work.warm()
+    with work.captured():
+        found = work.gradients(work.forward(work.offload))
+    for seed in range(3):
+        work.other_input(seed)
+        want = work.expected()
+        with work.side:
+            waiting = work.forward(work.offload)
+        work.launch()
+        with work.side:
+            plain = work.gradients(waiting)
+        assert same(found, want)
+        assert same(plain, want)
+    assert virtual_device.kernel_errors() == 0
+    work.end()
+
+
+def test_two_graphs_in_turn(tmp_path):
+    place = place_of(tmp_path, sizes=("20KiB", 0, 1))
+    works = [Work("raw", place), Work("int8", place)]
+    found = []
+    for work in works:
+        work.warm()
+        with work.captured():
+            found.append(work.gradients(work.forward(place)))
+    for seed in range(3):
+        for work, gradients in zip(works, found, strict=True):
+            work.other_input(seed)
+            work.launch()
+            assert same(gradients, work.expected())
+    assert virtual_device.kernel_errors() == 0
+    for work in works:
+        work.end()
+
+
+def test_several_batches_in_one_capture_share_host_memory(tmp_path):
+    gradckpt.stats.reset()
+    work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1), host_budget="1MiB"))
+    with work.captured():
+        found = [work.gradients(work.forward(work.offload)) for _ in range(3)]
+    assert offloaded()["memory_peak"] == LAYERS * PAYLOAD
+    for seed in range(2):
+        work.other_input(seed)
+        work.launch()
+        want = work.expected()
+        assert all(same(each, want) for each in found)
+    assert virtual_device.kernel_errors() == 0
+    work.end()
+
+
+def test_forwards_without_a_backward_in_one_capture(tmp_path):
+    """Copies out of two of them into the same memory, which nothing was read from between."""
+    work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1), host_budget="1MiB"))
+    with work.captured():
+        for _ in range(3):
+            loss = work.forward(work.offload)
+        found = work.gradients(loss)
+    work.other_input(1)
+    work.launch()
+    assert same(found, work.expected())
+    assert virtual_device.kernel_errors() == 0
+    del loss
+    work.end()
+
+
+@pytest.mark.parametrize("first", ["graph", "payloads"])
+def test_memory_comes_back_when_the_graph_is_gone(tmp_path, first):
+    """And not before; on whatever thread that is."""
+    work = Work("raw", place_of(tmp_path, sizes=("auto", 0, 1)))
+    before = offloaded()
+    with work.captured():
+        loss = work.forward(work.offload)
+    used = offloaded()["memory_used"]
+    assert used >= before["memory_used"] + (LAYERS - 1) * PAYLOAD
+    if first == "payloads":
+        del loss
+        gc.collect()
+        assert offloaded()["memory_used"] == used
+    thread = threading.Thread(target=work.end)
+    thread.start()
+    thread.join()
+    if first == "graph":
+        assert offloaded()["memory_used"] == used
+        del loss
+        gc.collect()
+    sum(range(10_000))  # Python's main thread frees it when it is next at leisure
+    assert [offloaded()[name] for name in ("memory_used", "ring")] == [before[name] for name in ("memory_used", "ring")]
+
+
+def test_a_place_lives_as_long_as_its_graphs(tmp_path):
+    work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1)))
+    with work.captured():
+        found = work.gradients(work.forward(work.offload))
+    work.offload = None
+    for size in ("1MiB", "2MiB"):  # other places take its name
+        with work.side:
+            work.gradients(work.forward(place_of(tmp_path, host_budget=size)))
+    gc.collect()
+    work.other_input(1)
+    work.launch()
+    assert same(found, work.expected())
+    work.end()
+
+
+def test_a_captured_backward_of_a_forward_before_it_is_refused(tmp_path):
+    work = Work("raw", place_of(tmp_path))
+    with work.side:
+        loss = work.forward(work.offload)
+    torch.virtual.synchronize()
+    with pytest.raises(RuntimeError, match="offloaded before the capture; capture the forward, too"), work.captured():
+        work.gradients(loss)
+    virtual_device.reports()
+
+
+def test_what_host_memory_does_not_hold_stays_on_the_device(tmp_path):
+    gradckpt.stats.reset()
+    work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1), host_budget=f"{3 * PAYLOAD}B"))
+    with pytest.warns(gradckpt.GradckptInactiveWarning, match="no room is left"), work.captured():
+        found = work.gradients(work.forward(work.offload))
+    work.other_input(1)
+    work.launch()
+    assert same(found, work.expected())
+    assert offloaded()["kept"] == LAYERS - 3
+    work.end()
+
+
+@pytest.mark.filterwarnings("ignore:.*leaves payloads", "ignore:.*pins only", "ignore:.*nothing was compressed")
+def test_each_call_of_the_link_fails_in_a_capture(tmp_path):
+    """The capture raises, or what it captured is right."""
+    place = place_of(tmp_path, sizes=("12KiB", 0, 1))
+    virtual_device.link_fails()
+    calls, call, raised = 1, 0, 0
+    while call < calls:
+        call += 1
+        work = Work("raw", place, layers=3)
+        virtual_device.link_fails(call)
+        try:
+            with work.captured():
+                found = work.gradients(work.forward(place))
+        except RuntimeError:
+            raised += 1
+            virtual_device.link_fails()
+            work.end()
+            continue
+        calls = max(calls, virtual_device.link_fails())
+        work.other_input(call)
+        work.launch()
+        assert same(found, work.expected())
+        work.end()
+    assert call > 50
+    assert raised > 0
+    work = Work("raw", place, layers=3)
+    with work.captured():
+        found = work.gradients(work.forward(place))
+    work.launch()
+    assert same(found, work.expected())
+    work.end()
