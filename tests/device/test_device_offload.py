@@ -224,6 +224,33 @@ def test_another_order_and_a_second_backward(offload):
     assert figures(offload)["memory_used"] == 0
 
 
+@pytest.mark.parametrize("order", ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3"])
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_the_order_of_a_pipeline(offload, order, codec):
+    """Of each micro-batch but the newest, the payload read first is not copied in ahead."""
+    net, batches = net_of(), [inputs().detach() * n for n in range(1, 5)]
+
+    def gradients(**options):
+        net.zero_grad()
+        losses = {}
+        with gradckpt.enable(net, codec, modules=Block, **options):
+            for what, n in order.split():
+                if what == "F":
+                    losses[n] = net(batches[int(n)]).square().mean()
+                else:
+                    losses.pop(n).backward()
+        return [[p.grad.cpu() for p in net.parameters()]]
+
+    place_of(offload).figures(True)  # count from here
+    assert equal(gradients(offload=offload), gradients())
+    found = figures(offload)
+    assert nothing_left(found)
+    assert found["puts"] == found["copies_in"] + found["read_in_ring"] == len(batches) * (BLOCKS - 1)
+    assert found["misses_out"] == found["misses_in"] == found["kept"] == 0
+    missed = found["copies_in"] - found["prefetched"]
+    assert missed == len(batches) - 1 or (offload.place == "disk" and missed > 0)  # else not read in time
+
+
 def test_a_forward_whose_backward_never_comes(offload):
     net, x = net_of(), inputs()
     want = train(net, x, compress="int8")

@@ -86,6 +86,50 @@ def test_rounding_is_seen_in_the_bytes(found):
     assert hashes["ddp int8"] != hashes["ddp stochastic"]
 
 
+# ---- offload
+
+
+@pytest.fixture(scope="module")
+def offloaded(tmp_path_factory):
+    return worlds.run(world_torch.offloaded_engines, worlds.with_disk(tmp_path_factory.mktemp("offload")))
+
+
+def same_as_without(r):
+    assert r["same losses"]
+    assert r["equal"], "a gradient differs from that without offload"
+    assert r["live_bytes"] == r["figures"]["memory_used"] == r["figures"]["file_used"] == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"), [(e, how) for e, (_, hows) in world_torch.OFFLOADED.items() for how in hows]
+)
+def test_offloaded(offloaded, engine, how):
+    """Each backward reads from the file all that memory had no room for."""
+    way, _ = how.split()
+    inputs = 4 * world_torch.LAYERS  # micro-batches
+    for rank in offloaded:
+        r = rank[f"{engine} {how}"]
+        same_as_without(r)
+        figures = r["figures"]
+        print(f"{engine}, {how}: {figures['puts']} payloads, {figures['written']} bytes to the file")
+        assert figures["kept"] == 0
+        assert figures["puts"] == inputs * (4 if way == "policy" else 1) or way == "saves"
+        assert figures["gets"] >= figures["puts"] >= inputs * (8 if way == "saves" else 1)
+        assert figures["memory_peak"] <= r["budget"]
+        assert min(figures["written"], figures["read"]) >= 4 * r["budget"]
+
+
+@pytest.mark.parametrize(("engine", "how"), [(e, how) for e, hows in world_torch.WITHOUT_ROOM.items() for how in hows])
+def test_one_rank_has_no_room(offloaded, engine, how):
+    """Its payloads stay, which is counted; the other rank's move."""
+    without, other = (rank[f"{engine} {how} without room"] for rank in offloaded)
+    same_as_without(without)
+    same_as_without(other)
+    assert without["figures"]["kept"] >= 4 * world_torch.LAYERS
+    assert without["figures"]["written"] == other["figures"]["kept"] == 0
+    assert other["figures"]["read"] >= 4 * other["budget"]
+
+
 # ---- accelerate
 
 

@@ -5,12 +5,15 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
-from world_torch import COMPRESS, WIDTH, Block, compare, is_block, wrap
+from world_torch import ALL, COMPRESS, WIDTH, Block, compare, disk, figures, is_block, wrap
 from worlds import RANK
 
 import gradckpt
 
-BLOCKS, MICRO = 3, 4
+BLOCKS, MICRO, LENGTH = 3, 4, 16
+
+#: Of a place on the disk: the payloads of a block's input that its memory holds.
+ROOM = {"values": 2 * LENGTH * WIDTH, "payloads": 1 if RANK else 3}
 
 #: The stages of each rank.
 SCHEDULES = {
@@ -27,8 +30,8 @@ def stage(index, how):
     blocks = nn.Sequential(*(Block() for _ in range(BLOCKS))).train()
     for block in blocks:
         block.dropout.p = 0.0  # schedules draw in different orders
-    if how == "torch":
-        return wrap(blocks, how)
+    if how in ("torch", "plain") or " " in how:
+        return wrap(blocks, how, **ROOM)
     assert gradckpt.compat.apply_activation_checkpointing(blocks, COMPRESS[how], check_fn=is_block) == BLOCKS
     return blocks
 
@@ -46,8 +49,9 @@ class Calls:
         self.n += 1
 
 
-def step(schedule, how):
-    """Gradients by name, losses and calls of the stages of this rank, and what gradckpt counted."""
+def train(schedule, how, steps=1):
+    """Gradients of the last step by name, losses and calls of the stages of this rank, and what
+    gradckpt counted."""
     gradckpt.stats.reset()
     mine = SCHEDULES[schedule][RANK]
     total = sum(map(len, SCHEDULES[schedule]))
@@ -57,24 +61,58 @@ def step(schedule, how):
     run = schedule(
         stages if total > 2 else stages[0], n_microbatches=MICRO, loss_fn=lambda out, to: (out - to).square().mean()
     )
-    x = torch.randn(2 * MICRO, 16, WIDTH, generator=torch.Generator().manual_seed(1))
+    parameters = [p for m in modules for p in m.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
     losses = []
-    last = {"target": torch.zeros_like(x), "losses": losses} if total - 1 in mine else {}
-    run.step(*([x] if 0 in mine else []), **last)
-    parameters = [p.grad for m in modules for p in m.parameters()]
-    return dict(enumerate(parameters)), [loss.item() for loss in losses], calls.n, gradckpt.stats()
+    for n in range(steps):
+        if n:
+            optimizer.step()
+            optimizer.zero_grad()
+        x = torch.randn(2 * MICRO, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1 + n))
+        its_losses = []
+        last = {"target": torch.zeros_like(x), "losses": its_losses} if total - 1 in mine else {}
+        run.step(*([x] if 0 in mine else []), **last)
+        losses += [loss.item() for loss in its_losses]
+    return dict(enumerate(p.grad for p in parameters)), losses, calls.n, gradckpt.stats()
 
 
 def pipelines():
     found = {}
     for schedule in SCHEDULES:
-        gradients, losses, calls, _ = step(schedule, "torch")
+        gradients, losses, calls, _ = train(schedule, "torch")
         for how in ("None", "int8"):
-            mine, its_losses, its_calls, stats = step(schedule, how)
+            mine, its_losses, its_calls, stats = train(schedule, how)
             found[f"{schedule.__name__} {how}"] = {
                 **compare(mine, gradients),
                 "same losses": its_losses == losses,
                 "calls": [its_calls, calls],
                 **{key: stats[key] for key in ("compressed", "eligible", "live_bytes")},
+            }
+    return found
+
+
+#: Two steps of each; of backwards that are split in two, a payload is read twice.
+OFFLOADED = {
+    pipelining.ScheduleGPipe: ALL,
+    pipelining.Schedule1F1B: ALL,
+    pipelining.ScheduleInterleaved1F1B: ("apply int8",),
+    pipelining.ScheduleInterleavedZeroBubble: ("apply None", "saves lossless"),
+    ScheduleZBVZeroBubble: ("apply int8", "saves None"),
+}
+
+
+def offloaded_pipelines():
+    found = {}
+    for schedule, hows in OFFLOADED.items():
+        for how in hows:
+            gradients, losses, *_ = train(schedule, "plain" if how == "saves None" else how, steps=2)
+            mine, its_losses, *_, stats = train(schedule, f"disk {how}", steps=2)
+            found[f"{schedule.__name__} {how}"] = {
+                **compare(mine, gradients),
+                "same losses": its_losses == losses,
+                "figures": figures(),
+                "live_bytes": stats["live_bytes"],
+                "budget": disk(how, **ROOM).host_budget,
+                "stages": len(SCHEDULES[schedule][RANK]),
             }
     return found

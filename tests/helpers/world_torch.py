@@ -4,6 +4,8 @@ checkpoint_wrapper and ours."""
 import contextlib
 import functools
 import hashlib
+import math
+import time
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
+from worlds import FOLDER, RANK
 
 import gradckpt
 from gradckpt._models.regions import region_of
@@ -21,6 +24,7 @@ from gradckpt.integrations.torch_distributed import CheckpointWrapper
 
 UNUSED = "find_unused_parameters"
 WIDTH, HEADS, LAYERS, LENGTH, ROWS, WORDS = 64, 4, 4, 64, 2, 61
+VALUES = ROWS * LENGTH * WIDTH  # of the input of a block
 
 
 class Block(nn.Module):
@@ -55,15 +59,22 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-#: What wraps the blocks: torch's function, ours, and enable(model, modules=...).
-def wrap(model, how):
+#: What wraps the blocks: torch's function, ours, and enable(model, modules=...). "disk": offloaded.
+def wrap(model, how, values=VALUES, payloads=2):
+    offloaded, how = how.startswith("disk "), how.removeprefix("disk ")
+    place = disk(how, values, payloads) if offloaded else None
+    way, _, codec = how.rpartition(" ")
     if how == "torch":
         torchs.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
-    elif how.startswith("saves "):
-        gradckpt.enable(model, how.removeprefix("saves "), recompute=False)
-    elif how.startswith("apply "):
-        gradckpt.enable(model, COMPRESS[how.removeprefix("apply ")], modules=Block)
-    else:
+    elif way == "saves":
+        gradckpt.enable(model, COMPRESS[codec], recompute=False, offload=place)
+    elif way == "apply":
+        gradckpt.enable(model, COMPRESS[codec], modules=Block, offload=place)
+    elif way == "policy":
+        policy = gradckpt.policies.save_matmuls
+        policy = policy.offloaded(place) if offloaded else policy
+        gradckpt.compat.apply_activation_checkpointing(model, COMPRESS[codec], check_fn=is_block, policy=policy)
+    elif how != "plain":
         assert gradckpt.compat.apply_activation_checkpointing(model, COMPRESS[how], check_fn=is_block) == LAYERS
     return model
 
@@ -72,7 +83,30 @@ def is_block(module):
     return isinstance(module, Block)
 
 
-COMPRESS = {"None": None, "int8": "int8", "stochastic": {"codec": "int8", "stochastic": True}}
+COMPRESS = {
+    "None": None,
+    "lossless": "lossless",
+    "int8": "int8",
+    "stochastic": {"codec": "int8", "stochastic": True},
+}
+
+
+def disk(how, values, payloads):
+    """A place on the disk with host memory for so many of the largest payloads; all move."""
+    way, codec = how.split()
+    largest = values * (1 if way == "apply" else 4) * (8.25 / 8 if codec == "int8" else 4)
+    memory = max(payloads * math.ceil(largest / 4096), 1) * 4096
+    return gradckpt.Offload("disk", directory=FOLDER, min_bytes="1B", host_budget=memory)
+
+
+def figures():
+    """Of stats(), once the threads of the disk are done with what was dropped."""
+    until = time.monotonic() + 10
+    while True:
+        found = gradckpt.stats()["offload"]
+        if not (found["memory_used"] or found["file_used"]) or time.monotonic() > until:
+            return found
+        time.sleep(0.01)
 
 
 def batch(step, same):
@@ -108,17 +142,21 @@ def clean(name):
     return name
 
 
-def train(make, how, *, same=False, micro=2):
-    """One step of several micro-batches, all but the last without communication: loss,
-    gradients, counters, hashes."""
+def train(make, how, *, same=False, micro=2, steps=1):
+    """Steps of several micro-batches, of which only the last communicates: losses, gradients of the
+    last step, counters, hashes."""
     torch.manual_seed(7)
     model = make(how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1000)
     gradckpt.stats.reset()
     gradckpt.config.set_rounding_state((3, 0))
     hashes, losses = Hashes(), []
-    for step in range(micro):
-        last = step == micro - 1 or getattr(model, "static_graph", False)  # torch refuses no_sync() in its first step
+    for step in range(steps * micro):
+        if step and step % micro == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        last = (step + 1) % micro == 0 or getattr(model, "static_graph", False)  # refuses no_sync() in its first step
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(last)
             quiet = contextlib.nullcontext()
@@ -177,8 +215,8 @@ def full_state(model):
 # ---- engines ----
 
 
-def ddp(how, **options):
-    return DistributedDataParallel(wrap(Model(options.get(UNUSED)), how), **options)
+def ddp(how, room=None, **options):
+    return DistributedDataParallel(wrap(Model(options.get(UNUSED)), how, **room or {}), **options)
 
 
 def fsdp1(how, inside=True, **options):
@@ -192,11 +230,11 @@ def fsdp1(how, inside=True, **options):
     return wrap(model, how) if inside else model
 
 
-def fsdp2(how, inside=True, mesh=None, **options):
+def fsdp2(how, inside=True, mesh=None, room=None, **options):
     """``inside``: fully_shard of the wrapped block; or of the block in the wrapper."""
     model = Model()
     blocks = list(model.layers)
-    wrap(model, how)
+    wrap(model, how, **room or {})
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.layers if inside else blocks:
         fully_shard(block, mesh=mesh, **options)
@@ -227,3 +265,40 @@ def torch_engines():
         for run in [train(make, how, same=True)]
     }
     return found
+
+
+# ---- offload ----
+
+ALL = tuple(f"{way} {codec}" for way in ("apply", "saves") for codec in ("None", "lossless", "int8"))
+OFFLOADED = {
+    "ddp": (ddp, ALL),
+    "fsdp1": (fsdp1, (*ALL[:3], "saves int8")),
+    "fsdp2": (fsdp2, (*ALL, "policy None")),
+    "fsdp2 kept": (functools.partial(fsdp2, reshard_after_forward=False), ("apply int8", "saves None")),
+}
+#: Also where no payload of a block's input fits into the memory of rank 0.
+WITHOUT_ROOM = {"ddp": ("apply None", "apply int8"), "fsdp2": ("apply None", "saves int8")}
+
+
+def offloaded_engines():
+    """Two steps of two micro-batches, without and with offload."""
+    found = {}
+    for name, (make, hows) in OFFLOADED.items():
+        for how in hows:
+            plain = train(make, "plain" if how == "saves None" else how, steps=2)
+            found[f"{name} {how}"] = offloaded(make, how, plain)
+            if how in WITHOUT_ROOM.get(name, ()):
+                without_room = functools.partial(make, room={"payloads": 2 * RANK})
+                found[f"{name} {how} without room"] = offloaded(without_room, how, plain)
+    return found
+
+
+def offloaded(make, how, plain):
+    mine = train(make, f"disk {how}", steps=2)
+    return {
+        **compare(mine["gradients"], plain["gradients"]),
+        "same losses": mine["losses"] == plain["losses"],
+        "figures": figures(),
+        "live_bytes": gradckpt.stats()["live_bytes"],
+        "budget": disk(how, VALUES, 2).host_budget,
+    }

@@ -62,6 +62,20 @@ def run(function, folder, *arguments, ranks=2, fails=False):
     return [json.loads((folder / f"found{rank}").read_text()) for rank in range(ranks)]
 
 
+def with_disk(folder):
+    """The folder, where ``Offload("disk")`` can use it; else the test is skipped."""
+    import pytest
+
+    import gradckpt
+    from gradckpt._engine.places import place_of
+
+    try:
+        place_of(gradckpt.Offload("disk", directory=folder))
+    except ValueError as error:
+        pytest.skip(f"the temporary folder's file system serves no store: {error}")
+    return folder
+
+
 def join(folder, name="store"):
     import datetime
 

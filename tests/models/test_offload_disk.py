@@ -225,6 +225,13 @@ def test_the_settings_of_a_model_name_it(place):
     assert gradckpt.enable(net, modules=Block, offload=same).modules == handle.modules
 
 
+def test_ranks_on_one_machine_share_a_percentage(monkeypatch):
+    monkeypatch.setattr("gradckpt._offload.free_host_memory", lambda: 1000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert gradckpt.Offload(host_budget="80%").host_bytes() == 200
+    assert gradckpt.Offload(host_budget=800).host_bytes() == 800
+
+
 @pytest.mark.parametrize(
     ("offload", "error", "words"),
     [
