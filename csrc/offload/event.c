@@ -30,14 +30,12 @@ gck_event *gck_event_take(gck_linked *on)
         event->open = event->lost = 0;
         return event;
     }
-    if ((event = calloc(1, sizeof *event)) != NULL
-        && gck_linked_said(on, on->link->event_new(on->index, &event->handle)) != GCK_OK) {
+    event = calloc(1, sizeof *event);
+    if (gck_linked_said(on, event != NULL ? on->link->event_new(on->index, &event->handle) : GCK_E_MEMORY) != GCK_OK) {
         free(event);
         return NULL;
     }
-    if (event != NULL) {
-        event->on = on;
-    }
+    event->on = on;
     return event;
 }
 

@@ -8,8 +8,8 @@
 typedef struct gck_linked {
     const gck_link *link;
     int             index;
-    _Atomic int     status;        /* the last of it that was not GCK_OK; read without a lock */
-    uint64_t        graph;         /* the one that its work is captured into; 0: none         */
+    _Atomic int     status;        /* its last that was not GCK_OK, or GCK_E_MEMORY; read without a lock */
+    uint64_t        graph;         /* the one that its work is captured into; 0: none                    */
     struct gck_event *unused;
 } gck_linked;
 
@@ -31,7 +31,7 @@ int gck_linked_said(gck_linked *on, int status);
  * recorded: elsewhere it is no event of the device, and is not waited for. */
 uint64_t gck_linked_graph_of(gck_linked *on, void *stream);
 
-/* NULL: there is no memory, or the device makes none. */
+/* NULL: there is no memory, or the device makes none; its status says which. */
 gck_event *gck_event_take(gck_linked *on);
 void       gck_event_give(gck_event *event);
 

@@ -54,8 +54,8 @@ int gck_offloader_add(gck_offloader *o, void *memory, int64_t nbytes, void *stre
     gck_event *last = gck_event_take(&o->on);
     if (last != NULL && gck_event_record(last, stream) != GCK_OK) {
         gck_event_give(last);
-    } else if (last != NULL && gck_ring_add(&o->ring, memory, nbytes, last) == 0) {
-        status = 0;
+    } else if (last != NULL) {
+        status = gck_ring_add(&o->ring, memory, nbytes, last) == 0 ? 0 : GCK_STORE_NO_MEMORY;
     }
     return unlock(o, status);
 }

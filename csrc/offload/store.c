@@ -104,7 +104,7 @@ int gck_byte_store_new(const gck_byte_store_options *options, gck_byte_store **s
     }
     status = status == 0 ? reserve_memory(made) : status;
     for (int i = 0; status == 0 && options->directory != NULL && i < options->threads && i < GCK_STORE_THREADS; i++) {
-        status = pthread_create(&made->threads[i], NULL, gck_store_run, made);
+        status = pthread_create(&made->threads[i], NULL, gck_store_run, made) == 0 ? 0 : GCK_STORE_NO_MEMORY;
         made->n += status == 0;
     }
     if (status != 0) {

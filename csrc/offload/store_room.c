@@ -144,8 +144,7 @@ void gck_store_write_down_to(gck_byte_store *store, int64_t most)
     for (gck_byte_store_item *item = store->oldest;
          item != NULL && store->dirty > most && gck_store_has_file(store); item = item->newer) {
         if (item->at == GCK_HERE && !item->dropped && store->figures.write_error == 0) {
-            if (take_file(store, item) < 0) {
-                store->figures.write_error = GCK_STORE_NO_MEMORY;
+            if (take_file(store, item) < 0) {    /* no memory now, which is no error of the file */
                 return;
             }
             item->at = GCK_WRITING;

@@ -153,6 +153,7 @@ def test_a_captured_forward_and_plain_backwards(tmp_path, sizes):
     work.warm()
     with work.captured():
         loss = work.forward(work.offload)
+    gradckpt.stats.reset()
     for seed in range(4):
         work.other_input(seed)
         work.launch()
@@ -161,6 +162,7 @@ def test_a_captured_forward_and_plain_backwards(tmp_path, sizes):
         want = work.expected()
         assert same(found[0], want)
         assert same(found[1], want)
+    assert offloaded()["copies_in"] <= 4 * 2 * LAYERS  # none comes ahead of another launch
     assert virtual_device.kernel_errors() == 0
     del loss
     work.end()
@@ -256,6 +258,46 @@ def test_memory_comes_back_when_the_graph_is_gone(tmp_path, first):
         gc.collect()
     sum(range(10_000))  # Python's main thread frees it when it is next at leisure
     assert [offloaded()[name] for name in ("memory_used", "ring")] == [before[name] for name in ("memory_used", "ring")]
+
+
+def test_a_graph_that_reads_holds_the_memory_too(tmp_path):
+    """A backward graph may outlive that of its forward."""
+    work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1)))
+    before = offloaded()["memory_used"]
+    with work.captured():
+        loss = work.forward(work.offload)
+    with work.captured():
+        found = work.gradients(loss)
+    del loss
+    work.launch()
+    want = [g.cpu() for g in found]
+    used = offloaded()["memory_used"]
+    work.graphs.pop(0).reset()
+    sum(range(10_000))
+    assert offloaded()["memory_used"] == used
+    work.warm()  # other steps use what is free
+    work.launch()
+    assert same(found, want)
+    work.end()
+    sum(range(10_000))
+    assert offloaded()["memory_used"] == before
+
+
+def test_memory_that_a_step_still_uses_is_waited_for(tmp_path):
+    """By the host: a stream that is captured cannot wait for work from before."""
+    work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1), host_budget=f"{LAYERS * PAYLOAD}B"))
+    graph = virtual_device.Graph()
+    with work.side:
+        work.gradients(work.forward(work.offload))
+        graph.capture_begin()
+        found = work.gradients(work.forward(work.offload))
+        graph.capture_end()
+    work.graphs.append(graph)
+    work.other_input(1)
+    work.launch()
+    assert same(found, work.expected())
+    assert virtual_device.kernel_errors() == 0
+    work.end()
 
 
 def test_a_place_lives_as_long_as_its_graphs(tmp_path):

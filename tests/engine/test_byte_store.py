@@ -1,8 +1,8 @@
-"""A store of bytes in memory and a file: threads that fill, hold and drop; calls of the file that
-fail, each in turn; under the sanitizers of gcc (helpers/offload_store.c)."""
+"""A store of bytes in memory and a file: threads that fill, hold and drop; calls of the file and
+requests for memory that fail, each in turn; under gcc's sanitizers (helpers/offload_store.c)."""
 
 import pytest
-from offload_programs import SANITIZERS, STORE, lines_of, program
+from offload_programs import FAILING, SANITIZERS, STORE, lines_of, program
 
 from gradckpt import _C
 
@@ -23,9 +23,9 @@ def folder(tmp_path_factory):
     return made
 
 
-def run(sanitizer, folder, *fault, **changed):
+def run(sanitizer, folder, *fault, of_sources=(), **changed):
     """What a run prints; a sanitizer's report or a wrong byte fails."""
-    built = program("offload_store", *SANITIZERS[sanitizer], sources=STORE)
+    built = program("offload_store", *SANITIZERS[sanitizer], sources=STORE, of_sources=of_sources)
     (found,) = lines_of(built, folder, *(STEPS | changed).values(), *fault)
     assert "new" in found or found["memory_used"] == found["file_used"] == found["wrong"] == 0
     return found
@@ -71,6 +71,20 @@ def test_what_a_full_disk_has_is_still_read(folder):
     found = [run("address", folder, call, "full") for call in range(3, calls, 23)]
     assert sum(each["errors"] for each in found) == 0
     assert sum(each["refused"] for each in found) > 0
+
+
+def test_each_request_for_memory_may_fail(folder):
+    """Or for a thread: an error or a refusal, and all is given back. When there is memory again, all
+    is as before.
+    """
+    few = {"of_sources": FAILING, "seed": 4, "threads": 1, "steps": 1, "KiB": 256}
+    asked = run("address", folder, **few)["asked"]
+    found = [run("address", folder, n, "memory", **few) for n in range(1, asked + 1)]
+    assert all(each["alive"] == 0 for each in found)
+    assert all(each["again"] == each["write_error"] == 0 for each in found if "new" not in each)
+    assert {each["new"] for each in found if "new" in each} == {"out of memory"}
+    failed = [sum(kind) for kind in zip(*(each["failed"] for each in found), strict=True)]
+    assert all(failed), failed  # of each kind
 
 
 def test_directories_that_cannot_be_used(tmp_path):

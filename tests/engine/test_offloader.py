@@ -1,12 +1,12 @@
 """The offloader on a device whose streams are queues of this process, late and in any order that
-the events allow: random programs, each call of the device failing, each edge (offload/edge.h) left
-out, and free ranges beside a naive model (helpers/offload_*.c)."""
+the events allow: random programs, each call of the device and each request for memory failing, each
+edge (offload/edge.h) left out, and free ranges beside a naive model (helpers/offload_*.c)."""
 
 import re
 
 import pytest
 from checkout import source
-from offload_programs import LEAVE_OUT, SANITIZERS, lines_of, program
+from offload_programs import FAILING, LEAVE_OUT, SANITIZERS, lines_of, program
 
 RANGES = ("space", "ranges", "event")
 
@@ -52,6 +52,23 @@ def test_more_calls_of_the_device_may_fail(seed):
     (found,) = lines_of(program("offload_link", *LEAVE_OUT), "fail", seed, 7, "once")
     assert found["wrong"] == found["races"] == found["bad_figures"] == 0
     assert found["errors"] > 0
+
+
+@pytest.mark.parametrize("times", ["once", "forever"])
+@pytest.mark.parametrize("seed", [9, 57])  # without a file, and with one
+def test_each_request_for_memory_may_fail(seed, times):
+    """Or for a thread: an error that says why, or the payload is refused; never other bytes, no
+    hang, and all is given back. When there is memory again, all is as before.
+    """
+    built = program("offload_link", *SANITIZERS["address"], of_sources=FAILING)
+    (found,) = lines_of(built, "memory", seed, 1, times)
+    for key in ("wrong", "races", "bad_figures", "leaks", "unsaid"):
+        assert found[key] == 0, key
+    calloc, realloc, _, mapped, threads = found["failed"]
+    assert min(calloc, realloc, mapped) > 0
+    assert (threads > 0) == (seed == 57)
+    for key in ("errors", "refused", "checked", "copied", "prefetched"):
+        assert found[key] > 0, key
 
 
 def test_each_edge_is_necessary():

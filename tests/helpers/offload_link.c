@@ -3,9 +3,11 @@
  *
  *     offload_link run FIRST LAST lazy|threads [EDGE]     seeds; EDGE is left out (-DGCK_LEAVE_OUT_EDGES)
  *     offload_link fail SEED STRIDE once|forever          each call of the link fails, one in STRIDE
+ *     offload_link memory SEED STRIDE once|forever        so does each request for memory, or for a thread (FAILING)
  *
  * Prints sums over all runs. */
 #define _GNU_SOURCE
+#include "failing_memory.h"
 #include "link_queues.h"
 #include "memory_file.h"
 #include "offload/edge.h"
@@ -34,7 +36,13 @@ typedef struct {
     int      own;
 } kernel;
 
-static atomic_long wrong, checked, errors, refused, full, copied, bad_figures, leaks, taken;
+/* What goes wrong: a call of the link, or a request for memory; number 0: nothing does. */
+typedef struct {
+    long number;
+    int  forever, of_memory;
+} bad;
+
+static atomic_long wrong, checked, errors, refused, full, copied, bad_figures, leaks, taken, unsaid;
 static gck_offloader *offloader;
 static gck_byte_store *store;
 static int steps, shuffles, threads;
@@ -84,6 +92,13 @@ static int64_t size_of(const payload *p) { return (gck_offloaded_nbytes(p->bytes
 
 /* ---- what a program does with a payload ---- */
 
+/* A status of the device has a reason that the caller is told. */
+static int said(int status)
+{
+    unsaid += status == GCK_STORE_DEVICE && gck_offloader_status(offloader) == GCK_OK;
+    return status;
+}
+
 /* Read it on this stream by a copy, in parts. */
 static void copy(payload *p, void *stream, uint64_t *state)
 {
@@ -97,7 +112,7 @@ static void copy(payload *p, void *stream, uint64_t *state)
     q_own = 1;
     for (int64_t at = 0; at < k->nbytes && status == 0; at += half) {
         const int64_t n = half < k->nbytes - at ? half : k->nbytes - at;
-        status = gck_offloaded_copy(p->bytes, from + at, n, k->memory + at, stream);
+        status = said(gck_offloaded_copy(p->bytes, from + at, n, k->memory + at, stream));
     }
     q_own = 0;
     copied++;
@@ -123,8 +138,7 @@ static void read_it(payload *p, void *stream, void *second, uint64_t *state)
         copy(p, stream, state);
         return;
     }
-    status = gck_offloaded_bring(p->bytes, stream);
-
+    status = said(gck_offloaded_bring(p->bytes, stream));
     if (status != 0) {
         errors += status != GCK_STORE_RING;
         copy(p, stream, state);
@@ -162,10 +176,10 @@ static payload *write_it(uint64_t id, int64_t nbytes, void *stream, uint64_t *st
     int status;
 
     *p = (payload){.id = id, .refs = 1};
-    status = gck_offloader_take(offloader, nbytes, stream, &p->bytes);
+    status = said(gck_offloader_take(offloader, nbytes, stream, &p->bytes));
     if (status != 0) {
         full += status == GCK_STORE_RING || status == GCK_STORE_FULL || status == GCK_STORE_LARGE;
-        refused += status == GCK_STORE_DEVICE;
+        refused += status == GCK_STORE_DEVICE || status == GCK_STORE_NO_MEMORY;
         free(p);
         return NULL;
     }
@@ -307,7 +321,7 @@ static void add_figures(void)
     bad_figures += f.ring_peak > f.ring;
 }
 
-static void run(uint64_t seed, int by_threads, long bad_call, int forever)
+static void run(uint64_t seed, int by_threads, bad fault)
 {
     static const int64_t rings[] = {2048, 8192, 20224, 65536, 200192}, memories[] = {8192, 32768, 100000, 1 << 20};
     static const int64_t helds[] = {0, 0, -1, 8192, 1 << 30};
@@ -327,25 +341,33 @@ static void run(uint64_t seed, int by_threads, long bad_call, int forever)
     steps = 3;
     shuffles = (int)q_draw(&state, 2);
     m.reads = 0;
+    f_memory.asked = 0;
+    f_memory.failing = fault.of_memory ? fault.number : 0;
+    f_memory.forever = fault.forever;
     if (gck_byte_store_new(&room, &store) != 0) {
-        abort();
+        errors++;
+        leaks += f_memory.alive != 0;
+        if (!fault.of_memory) {
+            abort();
+        }
+        return;
     }
-    q.bad_call = bad_call;
-    q.forever = forever;
+    q.bad_call = fault.of_memory ? 0 : fault.number;
+    q.forever = fault.forever;
     stream = q_stream_begin();
     status = gck_offloader_new(&q_link, 0, store, &options, &offloader);
     for (int i = 0; i < segments && status == 0; i++) {
         memory[i] = aligned_alloc(CELL, (size_t)ring);
         q_run(stream, write_run, kernel_of(&(payload){.id = 0}, memory[i], 0, 0, ring), NULL, memory[i], ring);
-        errors += gck_offloader_add(offloader, memory[i], ring, stream) != 0;
+        errors += said(gck_offloader_add(offloader, memory[i], ring, stream)) != 0;
     }
     if (status == 0) {
         work_all(seed);
-        const int idle = bad_call > 0 || q_draw(&state, 2) ? is_idle() : 1;     /* else its end has more to wait for */
-        bad_figures += !idle && bad_call == 0;
-        if (bad_call > 0) {                      /* the fault ends: only room can be missing */
+        const int idle = fault.number > 0 || q_draw(&state, 2) ? is_idle() : 1;  /* else its end has more to wait for */
+        bad_figures += !idle && fault.number == 0;
+        if (fault.number > 0) {                  /* the fault ends: only room can be missing */
             const long before = errors + refused;
-            q.bad_call = 0;
+            q.bad_call = f_memory.failing = 0;
             work_all(seed + 1);
             leaks += !idle;
             bad_figures += idle && errors + refused != before;
@@ -354,11 +376,14 @@ static void run(uint64_t seed, int by_threads, long bad_call, int forever)
     } else {
         errors++;
     }
-    gck_offloader_free(offloader);               /* without a fault, its copies are done now */
+    if (offloader != NULL) {
+        gck_offloader_free(offloader);           /* without a fault, its copies are done now */
+    }
     q_drain();
     gck_byte_store_free(store);
     q_stream_end(stream);
-    leaks += bad_call == 0 && (q.events != 0 || q.pins != 0);
+    leaks += (fault.number == 0 || fault.of_memory) && (q.events != 0 || q.pins != 0);
+    leaks += f_memory.alive != 0;
     for (int i = 0; i < segments; i++) {
         free(memory[i]);
     }
@@ -378,20 +403,24 @@ int main(int argc, char **argv)
         gck_edge_left_out = argc > 5 ? atoi(argv[5]) : 0;
 #endif
         for (uint64_t seed = first; seed <= (uint64_t)atoll(argv[3]); seed++, runs++) {
-            run(seed, strcmp(argv[4], "threads") == 0, 0, 0);
+            run(seed, strcmp(argv[4], "threads") == 0, (bad){0});
             calls += q.calls;
         }
     } else {
-        run(first, 0, 0, 0);
-        calls = q.calls;
-        for (long n = 1; n <= calls; n += atol(argv[3]), runs++) {
-            run(first, 0, n, strcmp(argv[4], "forever") == 0);
+        bad fault = {0, strcmp(argv[4], "forever") == 0, strcmp(argv[1], "memory") == 0};
+        run(first, 0, (bad){0});
+        calls = fault.of_memory ? f_memory.asked : q.calls;
+        for (fault.number = 1; fault.number <= calls; fault.number += atol(argv[3]), runs++) {
+            run(first, 0, fault);
         }
     }
     printf("{\"runs\": %ld, \"calls\": %ld, \"wrong\": %ld, \"races\": %ld, \"checked\": %ld, \"errors\": %ld, "
            "\"refused\": %ld, \"full\": %ld, \"copied\": %ld, \"taken\": %ld, \"bad_figures\": %ld, \"leaks\": %ld, "
-           "\"copies_in\": %ld, \"prefetched\": %ld, \"in_ring\": %ld, \"misses\": %ld, \"file_reads\": %ld}\n",
+           "\"copies_in\": %ld, \"prefetched\": %ld, \"in_ring\": %ld, \"misses\": %ld, \"file_reads\": %ld, "
+           "\"unsaid\": %ld, ",
            runs, calls, (long)wrong, q.races, (long)checked, (long)errors, (long)refused, (long)full, (long)copied,
-           (long)taken, (long)bad_figures, (long)leaks, copies_in, prefetched, in_ring, misses, file_reads);
+           (long)taken, (long)bad_figures, (long)leaks, copies_in, prefetched, in_ring, misses, file_reads,
+           (long)unsaid);
+    f_print();
     return 0;
 }

@@ -14,6 +14,11 @@ SANITIZERS = {"address": ("-fsanitize=address,undefined",), "thread": ("-fsaniti
 LEAVE_OUT = ("-DGCK_LEAVE_OUT_EDGES",)
 OPTIONS = ("-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", f"-I{HELPERS}")
 WARNINGS = ("-Wno-missing-field-initializers",)  # as in setup.py
+#: Each request of csrc/offload for memory, or for a thread, is one of helpers/failing_memory.h.
+FAILING = tuple(
+    f"-D{name}={name}_or_fail" for name in ("calloc", "realloc", "posix_memalign", "mmap", "pthread_create")
+)
+FAILING += tuple(f"-D{name}={name}_counted" for name in ("free", "munmap"))
 STORE = ("store", "store_room", "store_queue", "store_threads", "store_status", "file", "space", "ranges", "event")
 
 
@@ -23,14 +28,25 @@ def _folder():
 
 
 @functools.cache
+<<<<<<< HEAD
 def program(name, *options, sources=(*STORE, "offloader", "offloader_graph", "offloaded_ring", "ring", "transfer")):
     """The path of helpers/NAME.c as a program, built once per process."""
+=======
+def program(name, *options, sources=(*STORE, "offloader", "offloaded_ring", "ring", "transfer"), of_sources=()):
+    """The path of helpers/NAME.c as a program, built once per process; ``of_sources``: options of
+    csrc/offload alone.
+    """
+>>>>>>> e602a319 (Offload without memory for a moment: it says so, and the disk is written again)
     gcc = shutil.which("gcc")
     if gcc is None:
         pytest.skip("gcc not found")
-    made = Path(_folder().name) / "-".join((name, *options)).replace("=", "-").replace(",", "-")
-    files = (HELPERS / f"{name}.c", *(CSRC / "offload" / f"{each}.c" for each in sources))
-    subprocess.run([gcc, *OPTIONS, *WARNINGS, *options, *files, "-o", made, "-lpthread"], check=True)
+    made = Path(tempfile.mkdtemp(dir=_folder().name)) / name
+    files = [CSRC / "offload" / f"{each}.c" for each in sources]
+    command = [gcc, *OPTIONS, *WARNINGS, *options]
+    if of_sources:
+        subprocess.run([*command, *of_sources, "-c", *files], cwd=made.parent, check=True)
+        files = sorted(made.parent.glob("*.o"))
+    subprocess.run([*command, HELPERS / f"{name}.c", *files, "-o", made, "-lpthread"], check=True)
     return made
 
 

@@ -5,8 +5,10 @@
  * DIRECTORY: "" for a store without a file.
  * CALL: the number of the call of the file that goes wrong, counted from 1; FAULT: the errno that it sets, "short" or
  * "flip" (a read gives less, or one other bit), "forever": this call and all after it set ENOSPC; "full": so do writes
- * from there on.  Prints figures. */
+ * from there on; "memory": CALL is the number of a request for memory, or for a thread (built with FAILING), and all is
+ * done once more after it.  Prints figures. */
 #define _GNU_SOURCE
+#include "failing_memory.h"
 #include "offload/store.h"
 #include "offload/store_parts.h"
 
@@ -29,7 +31,7 @@ static gck_byte_store *store;
 static int goes_wrong(void)
 {
     const long n = ++calls;
-    return bad_call > 0 && strcmp(fault, "full") != 0
+    return bad_call > 0 && strcmp(fault, "full") != 0 && strcmp(fault, "memory") != 0
         && (n == bad_call || (n > bad_call && strcmp(fault, "forever") == 0));
 }
 
@@ -203,10 +205,22 @@ static void *work(void *argument)
     return NULL;
 }
 
-int main(int argc, char **argv)
+static void work_all(int seed, int n)
 {
     pthread_t threads[16];
+
+    for (int i = 0; i < n; i++) {
+        pthread_create(&threads[i], NULL, work, (void *)(uintptr_t)(seed * 16 + i));
+    }
+    for (int i = 0; i < n; i++) {
+        pthread_join(threads[i], NULL);
+    }
+}
+
+int main(int argc, char **argv)
+{
     gck_byte_store_figures f;
+    long again = 0;
     const int n = atoi(argv[3]);
     const gck_byte_store_options options = {(int64_t)atoi(argv[5]) << 10, 2, 2, argv[1][0] != 0 ? argv[1] : NULL,
                                             &faulty};
@@ -215,15 +229,18 @@ int main(int argc, char **argv)
     steps = atoi(argv[4]);
     bad_call = argc > 7 ? atol(argv[6]) : 0;
     fault = argc > 7 ? argv[7] : "";
+    f_memory.failing = strcmp(fault, "memory") == 0 ? bad_call : 0;
     if ((status = gck_byte_store_new(&options, &store)) != 0) {
-        printf("{\"new\": \"%s\"}\n", gck_byte_store_text(status));
+        printf("{\"new\": \"%s\", ", gck_byte_store_text(status));
+        f_print();
         return 0;
     }
-    for (int i = 0; i < n; i++) {
-        pthread_create(&threads[i], NULL, work, (void *)(uintptr_t)(atoi(argv[2]) * 16 + i));
-    }
-    for (int i = 0; i < n; i++) {
-        pthread_join(threads[i], NULL);
+    work_all(atoi(argv[2]), n);
+    if (f_memory.failing > 0) {
+        f_memory.failing = 0;
+        again = errors + refused;
+        work_all(atoi(argv[2]), n);
+        again = errors + refused - again;
     }
     gck_byte_store_read_figures(store, 0, &f);
     for (int tries = 0; tries < 1000 && (f.memory_used > 0 || f.file_used > 0); tries++) {
@@ -233,10 +250,12 @@ int main(int argc, char **argv)
     gck_byte_store_free(store);
     printf("{\"calls\": %ld, \"errors\": %ld, \"wrong\": %ld, \"refused\": %ld, \"full\": %ld, \"past\": %ld, ",
            (long)calls, (long)errors, (long)wrong, (long)refused, (long)full, (long)past);
+    printf("\"again\": %ld, ", again);
     printf("\"puts\": %lld, \"gets\": %lld, \"from_memory\": %lld, \"memory_used\": %lld, \"memory_peak\": %lld, "
-           "\"file_used\": %lld, \"file_peak\": %lld, \"written\": %lld, \"read\": %lld, \"write_error\": %d}\n",
+           "\"file_used\": %lld, \"file_peak\": %lld, \"written\": %lld, \"read\": %lld, \"write_error\": %d, ",
            (long long)f.puts, (long long)f.gets, (long long)f.from_memory, (long long)f.memory_used,
            (long long)f.memory_peak, (long long)f.file_used, (long long)f.file_peak, (long long)f.written,
            (long long)f.read, f.write_error);
+    f_print();
     return wrong > 0;
 }

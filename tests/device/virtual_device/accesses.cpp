@@ -101,7 +101,7 @@ std::string described(const Access &a, bool writes)
     std::string stream = "null", device = "null";
 
     if (a.stream >= 0) {
-        const Stream *s = all_streams()[(size_t)a.stream];
+        const Stream *s = stream_of_number(a.stream);
         stream = std::to_string(s->id);
         device = std::to_string(s->device);
     }

@@ -14,6 +14,7 @@ int depth;
 std::vector<std::function<void()>> *dropped = new std::vector<std::function<void()>>;
 
 std::vector<Stream *> streams;                /* never freed */
+std::vector<Stream *> numbered;               /* whose a number is, or was */
 std::vector<Stream *> per_device[DEVICES];    /* by id */
 int next_of_pool[DEVICES];
 Clock of_all_threads;
@@ -76,11 +77,10 @@ void maybe_run(void)
     }
 }
 
-int new_number()
+void give_number(Stream *s)
 {
-    static int numbers;
-
-    return numbers++;
+    s->number = (int)numbered.size();
+    numbered.push_back(s);
 }
 
 Stream *add_stream(int device)
@@ -89,7 +89,7 @@ Stream *add_stream(int device)
 
     s->device = device;
     s->id = (int64_t)per_device[device].size();
-    s->number = new_number();
+    give_number(s);
     streams.push_back(s);
     per_device[device].push_back(s);
     return s;
@@ -178,7 +178,7 @@ Stream *private_stream(int device)
 
     ensure();
     s->device = device;
-    s->number = new_number();
+    give_number(s);
     s->id = PRIVATE + s->number;
     streams.push_back(s);
     return s;
@@ -193,6 +193,8 @@ Stream *current_stream(int device)
     }
     return s;
 }
+
+const Stream *stream_of_number(int number) { return numbered[(size_t)number]; }
 
 const std::vector<Stream *> &all_streams()
 {
@@ -286,7 +288,7 @@ void wait(Stream *s, Stream *other)
 void forget_order(Stream *s)
 {
     drain(s);
-    s->number = new_number();
+    give_number(s);
     s->clock = Clock();
 }
 

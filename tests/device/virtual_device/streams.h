@@ -100,6 +100,8 @@ Stream *new_stream(int device);
 Stream *private_stream(int device);
 Stream *current_stream(int device);
 const std::vector<Stream *> &all_streams();
+/* Whose operations have, or had, this number in clocks. */
+const Stream *stream_of_number(int number);
 
 /* Starts an operation on the stream: it comes after what the stream and this thread know. */
 Operation begin_operation(Stream *s, const char *name);
