@@ -74,7 +74,7 @@ def test_what_a_full_disk_has_is_still_read(folder):
 
 
 def test_each_request_for_memory_may_fail(folder):
-    """Or for a thread: an error or a refusal, and all is given back. When there is memory again, all
+    """Or for a thread: an error or a refusal, and all is given back. When memory is back, all
     is as before.
     """
     few = {"of_sources": FAILING, "seed": 4, "threads": 1, "steps": 1, "KiB": 256}
