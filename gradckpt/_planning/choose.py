@@ -17,7 +17,7 @@ from gradckpt import _C
 from gradckpt._planning.chain import UNAVAILABLE, Chain, Level
 from gradckpt._planning.step_trace import StepTrace
 
-__all__ = ["Choice", "Chosen", "Costs", "Infeasible", "choose", "fastest_by_bytes", "smallest"]
+__all__ = ["Choice", "Chosen", "Costs", "Infeasible", "choices_within", "choose", "fastest_by_bytes", "smallest"]
 
 #: Traces of plans: to correct the chain, and to try what is a little over the budget by it.
 _ROUNDS, _TRIES = 8, 4
@@ -346,6 +346,17 @@ def choose(
     choice, solution = found
     seconds = chooser.seconds(choice)
     return Chosen(choice, chooser.trace(choice), seconds, min(solution.bound, seconds), least, solution.front)
+
+
+def choices_within(
+    chain: Chain, costs: Costs, limits: Iterable[int], error_limit: float | None, run: Callable[[Choice], StepTrace]
+) -> list[Choice]:
+    """Return the planner's choice within each limit that has one, as the chain has it: none is
+    traced. None where calls share a block; otherwise as :func:`choose`.
+    """
+    chooser = _Chooser(chain, costs, error_limit, run)
+    found = [] if chooser.shared else [chooser.solve(limit).choice for limit in limits]
+    return [choice for choice in dict.fromkeys(found) if choice is not None]
 
 
 def smallest(

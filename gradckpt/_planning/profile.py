@@ -217,12 +217,12 @@ class Profile(StepProfile):
         needed = self.check_optimizer(budget)
         try:
             chosen, measured = self._choose(error, batch, budget)
+            about = list(self.notes)
+            if self._excess:
+                about.append(f"A real step needed {format_bytes(self._excess)} more than on paper, which plans count.")
+            made = self.result(chosen, budget, self.fixed, about, measured=measured, error=error)
         finally:
             self._before = None
-        about = list(self.notes)
-        if self._excess:
-            about.append(f"A real step needed {format_bytes(self._excess)} more than on paper, which plans count.")
-        made = self.result(chosen, budget, self.fixed, about, measured=measured, error=error)
         smallest = max(made.smallest_budget, needed + (self.held if budget.step_only else 0))
         keep = (self.options.index(KEEP),) * len(self.calls)
         plain = made.plain + self._peaks[keep] - self.size_of(self.trace_of(keep))
@@ -232,10 +232,6 @@ class Profile(StepProfile):
     def held(self) -> int:
         """The bytes that are there during the whole step."""
         return sum(self.fixed.values())
-
-    def smallest_peak(self) -> int:
-        """Return about the least bytes that a step adds."""
-        return min(map(self.size_of, self.largest.values()))
 
     def check_optimizer(self, budget: Budget) -> int:
         """Return the smallest budget for the optimizer's step, which no option of a region changes.
@@ -418,6 +414,9 @@ class Profile(StepProfile):
         if not self._is_lossy(choice):
             self._errors[choice] = 0.0
         return choice
+
+    def needs(self, choice: Choice) -> int:
+        return self._peaks[self._note(choice)]
 
     def _is_lossy(self, choice: Choice) -> bool:
         return any(self.options[option].codec for option in choice)

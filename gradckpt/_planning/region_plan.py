@@ -162,7 +162,11 @@ class Plan:
         return rules
 
     def pareto(self) -> list[dict[str, float]]:
-        """Return budgets in bytes and the step's seconds of the best plan for each, by bytes."""
+        """Return budgets in bytes and the step's seconds of the best plan for each, by bytes.
+
+        With ``offload``, of the plans that were tried on paper, waits included: with
+        ``profile=plan``, planning for one of these budgets gives that plan or a faster one.
+        """
         fixed = sum(self.fixed.values())
         found = {max(size + fixed, self.smallest_budget): seconds for size, seconds in self.front}
         return [{"budget": size, "seconds": seconds} for size, seconds in found.items()]

@@ -14,7 +14,8 @@ from torch.nn import Module
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.budget import Budget
 from gradckpt._planning.chain import Chain
-from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose, fastest_by_bytes, smallest
+from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose, smallest
+from gradckpt._planning.front import PRICES, front_of
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.needed_memory import memory_use
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
@@ -30,9 +31,8 @@ __all__ = ["NoPlan", "StepProfile"]
 #: More bytes than any budget has.
 _NEVER = 1 << 59
 
-#: Prices of placed bytes that plans are made for, in parts of what they take on a busy link; and
-#: seconds of a region that should place none.
-_PRICES, _DEAR = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0), 1e4
+#: Seconds of a region that should place nothing.
+_DEAR = 1e4
 
 #: Of a plan: changes that are tried on paper, if their peaks are about within the limit by the
 #: chain; of two blocks at a time, if there are not more of one; and new traces of all plans.
@@ -110,9 +110,9 @@ class StepProfile(abc.ABC):
         if self._depends:
             self.largest = {option: self.largest_of([option] * len(self.blocks)) for option in self.options}
         self.calls = self.chain().calls
-        self._places = {o: placed_by_block(trace.segments) for o, trace in self.traces.items() if trace.placed}
+        self.places = {o: placed_by_block(trace.segments) for o, trace in self.traces.items() if trace.placed}
         self._waits: dict[Choice, float] = {}  # seconds
-        self._seen: set[Choice] = set()  # choices that were traced
+        self.seen: set[Choice] = set()  # choices that were traced
         self.costs: CostSource | None = None
         self.step_seconds = 0.0
         self.weights = [1.0] * len(self.blocks)
@@ -161,7 +161,7 @@ class StepProfile(abc.ABC):
 
     def trace_of(self, choice: Choice) -> StepTrace:
         """Return the step on paper with an option for each call, that which needs most."""
-        self._seen.add(choice)
+        self.seen.add(choice)
         return self.largest_of(self.of_choice(choice))
 
     def lift(self, trace: StepTrace) -> int:
@@ -183,6 +183,14 @@ class StepProfile(abc.ABC):
             return _NEVER
         return trace.peak().size + self.lift(trace)
 
+    def needs(self, choice: Choice) -> int:
+        """Return the same of a choice, which then is known."""
+        return self.size_of(self.trace_of(choice))
+
+    def smallest_peak(self) -> int:
+        """Return about the least bytes that a step adds."""
+        return min(map(self.size_of, self.largest.values()))
+
     # ---- costs
 
     def cost(self, block: int, option: Option) -> Cost:
@@ -197,26 +205,26 @@ class StepProfile(abc.ABC):
 
     def _extra(self, block: int, option: int, unit: float, kinds: Sequence[bool]) -> float:
         """Return the price of what a call places, for the search."""
-        size = self._placed(block, option)[0]
+        size = self.placed_by(block, option)[0]
         return 0.0 if not size else size * unit if self.options[option].recomputes in kinds else _DEAR
 
     def waits(self, choice: Choice) -> float:
         """Return the seconds for which a step waits for a place, by simulation."""
-        if self.placement is None or not any(self._placed(*each)[0] for each in zip(self.calls, choice, strict=True)):
+        if self.placement is None or not any(self.placed_by(*each)[0] for each in zip(self.calls, choice, strict=True)):
             return 0.0
         if choice not in self._waits:
             self._waits[choice] = self.placement.exposed([*map(self._call, self.calls, choice)])
         return self._waits[choice]
 
-    def _placed(self, block: int, option: int) -> tuple[int, int]:
+    def placed_by(self, block: int, option: int) -> tuple[int, int]:
         """Return the bytes that a call of a block places, and those of the largest payload."""
-        size, largest = self._places.get(self.options[option], {}).get(block, (0, 0))
+        size, largest = self.places.get(self.options[option], {}).get(block, (0, 0))
         return size // max(self.calls.count(block), 1), largest
 
     def _call(self, block: int, option: int) -> Call:
         chosen = self.options[option]
         keep, recompute, seconds = (self.cost(block, each).seconds for each in (KEEP, RECOMPUTE, chosen))
-        size, largest = self._placed(block, option)
+        size, largest = self.placed_by(block, option)
         moves = max(seconds - (recompute if chosen.recomputes else keep), 0.0) if size else 0.0
         return Call(keep, recompute, seconds, moves, chosen.recomputes, size, largest)
 
@@ -228,7 +236,7 @@ class StepProfile(abc.ABC):
     def _square(self, block: int, option: Option) -> float:
         return self.weights[block] * self.cost(block, option).error ** 2
 
-    def _costs(self, limits_error: bool, price: float = 0.0, kinds: Sequence[bool] = ()) -> Costs:
+    def call_costs(self, limits_error: bool, price: float = 0.0, kinds: Sequence[bool] = ()) -> Costs:
         """Return the costs of all calls; ``price``: of each byte that gets a place, in parts of
         what it takes on a busy link; ``kinds``: the regions that may use one.
         """
@@ -281,20 +289,20 @@ class StepProfile(abc.ABC):
         """
         found: list[Chosen] = []
         none: list[Infeasible] = []
-        for kinds in self._kinds():
+        for kinds in self.kinds():
             rooms = dict.fromkeys(self._rooms(kinds))
-            for room, price in itertools.product(rooms, _PRICES if kinds else (0.0,)):
+            for room, price in itertools.product(rooms, PRICES if kinds else (0.0,)):
                 if price and (room != max(rooms) or not found or not self.waits(found[-1].choice)):
                     continue  # nothing waits where a place costs nothing
                 try:
                     found.append(self._chosen(chain, limit - room, squares, kinds, price))
                 except Infeasible as error:
                     none.append(error)
-        if not self._places:
+        if not self.places:
             if not found:
                 raise none[0]
             return found[0]
-        most = len(self._seen) + _TRACES
+        most = len(self.seen) + _TRACES
         for each in sorted(found, key=lambda each: (self.seconds(each.choice), each.choice)):
             better = self._improved(each.choice, chain, limit, squares, most)
             found.append(dataclasses.replace(each, choice=better, trace=self.trace_of(better)))
@@ -305,8 +313,7 @@ class StepProfile(abc.ABC):
         best = min(within or [smallest[1]], key=lambda each: (self.seconds(each), each))
         seconds = self.seconds(best)
         bound = min((each.bound for each in found), default=0.0)
-        front = next((each.front for each in found if not each.trace.placed), ())
-        return Chosen(best, self.trace_of(best), seconds, min(bound, seconds), smallest, front)
+        return Chosen(best, self.trace_of(best), seconds, min(bound, seconds), smallest, ())
 
     def _least(self, chain: Chain, squares: float | None, others: Sequence[Choice]) -> tuple[int, Choice]:
         """Return the least bytes that a choice needs, and that one: of the smallest that is found,
@@ -319,14 +326,14 @@ class StepProfile(abc.ABC):
 
     def _chosen(self, chain: Chain, limit: int, squares: float | None, kinds: Sequence[bool], price: float) -> Chosen:
         """Return the fastest choice by these costs; what a place takes is not in the limit."""
-        costs = self._costs(squares is not None, price, kinds)
+        costs = self.call_costs(squares is not None, price, kinds)
         known = [*self.largest.values()]
         found = choose(chain, costs, limit, squares, self.trace_of, known, lambda trace: self.lift(trace) - trace.ring)
         return dataclasses.replace(found, bound=found.bound if not price else math.inf)
 
-    def _kinds(self) -> list[tuple[bool, ...]]:
+    def kinds(self) -> list[tuple[bool, ...]]:
         """Return the sets of regions that may use a place: those that recompute, and others."""
-        kinds = sorted({option.recomputes for option in self._places})
+        kinds = sorted({option.recomputes for option in self.places})
         return [part for n in range(len(kinds) + 1) for part in itertools.combinations(kinds, n)]
 
     def _rooms(self, kinds: Sequence[bool]) -> tuple[int, int]:
@@ -334,9 +341,9 @@ class StepProfile(abc.ABC):
         most = least = 0
         for kind in kinds:
             assert self.placement is not None
-            traces = [self.largest[option] for option in self._places if option.recomputes == kind]
+            traces = [self.largest[option] for option in self.places if option.recomputes == kind]
             most += max(trace.ring for trace in traces)
-            sizes = [size for o, of in self._places.items() if o.recomputes == kind for _, size in of.values()]
+            sizes = [size for o, of in self.places.items() if o.recomputes == kind for _, size in of.values()]
             least += min(self.placement.room(min(sizes), min(sizes), kind), max(trace.ring for trace in traces))
         return most, least
 
@@ -354,7 +361,7 @@ class StepProfile(abc.ABC):
             return choice
         for _ in self.calls:
             for other in self._faster(choice, chain, limit, squares)[:_TRIES]:
-                if (other in self._seen or len(self._seen) < most) and within(other):
+                if (other in self.seen or len(self.seen) < most) and within(other):
                     choice = other
                     break
                 within(choice)  # correct around it again
@@ -385,7 +392,7 @@ class StepProfile(abc.ABC):
     def smallest(self, chain: Chain, error: float | None = None) -> Choice:
         """Return the choice that needs the least bytes; otherwise as :meth:`fastest`."""
         squares = None if error is None else error**2
-        costs, known = self._costs(squares is not None), [*self.largest.values()]
+        costs, known = self.call_costs(squares is not None), [*self.largest.values()]
         return smallest(chain, costs, squares, self.trace_of, known, self.lift)[1]
 
     def no_plan(
@@ -411,6 +418,7 @@ class StepProfile(abc.ABC):
     ) -> Plan:
         """Return the plan of a choice; ``measured``: its error, of the budget ``error``."""
         held = sum(fixed.values())
+        front = front_of(self, chosen, None if error is None else self.expected(chosen.choice) ** 2)
         base = max(self.step_seconds - math.fsum(self.cost(block, RECOMPUTE).seconds for block in self.calls), 0.0)
         options = self.of_choice(chosen.choice)
         binds = chosen.trace.peak()
@@ -436,7 +444,7 @@ class StepProfile(abc.ABC):
             estimated=self.estimated,
             error=measured,
             error_budget=error,
-            front=tuple((size, base + seconds) for size, seconds in self._front(chosen)),
+            front=tuple((size, base + seconds) for size, seconds in front),
             about=tuple(about),
             at_most=at_most,
             needed=needed,
@@ -456,7 +464,7 @@ class StepProfile(abc.ABC):
         why = ""
         if trace.placed:
             placed_by = [
-                (self.options[o], self._placed(b, o)[0]) for b, o in zip(self.calls, chosen.choice, strict=True)
+                (self.options[o], self.placed_by(b, o)[0]) for b, o in zip(self.calls, chosen.choice, strict=True)
             ]
             encoded = sum(size for option, size in placed_by if option.encodes)
             if waits <= _HIDDEN * chosen.seconds and encoded <= _FEW_BYTES * trace.placed:
@@ -468,14 +476,6 @@ class StepProfile(abc.ABC):
         elif chosen_options != {KEEP}:
             why = "Offload would lower the peak, and this plan is faster than those that offload."
         return Offloaded(offload.place, trace.placed, trace.ring, waits, self.placement.link, why)
-
-    def _front(self, chosen: Chosen) -> tuple[tuple[int, float], ...]:
-        """Return bytes and seconds of plans, from the smallest one on; the planner's, and those two
-        that were traced.
-        """
-        size, choice = chosen.smallest
-        traced = [(size, self.seconds(choice)), (chosen.peak + self.lift(chosen.trace), chosen.seconds)]
-        return fastest_by_bytes([*traced, *(point for point in chosen.front if point[0] >= size)])
 
     def _planned(self, options: Sequence[Option]) -> list[PlannedRegion]:
         chain = self.chain()

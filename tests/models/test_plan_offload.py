@@ -158,6 +158,27 @@ def test_files_of_before_are_read(place, monkeypatch):
     assert Plan.from_dict(data).offloaded is None
 
 
+def test_other_budgets(place, monkeypatch):
+    """With what was measured, a plan for each is at least as fast, also where payloads move."""
+    fixed_costs(monkeypatch)
+    model = net(4)
+    plan = gradckpt.plan(model, BATCH, budget="4GiB", offload=place, link=FAST)
+    without = gradckpt.plan(model, BATCH, budget="4GiB")
+    points = plan.pareto()
+    assert points[0]["budget"] == plan.smallest_budget
+    assert {"budget": plan.peak, "seconds": plan.seconds} in points
+    moves = 0
+    for point in points:
+        found = gradckpt.plan(model, BATCH, budget=point["budget"], offload=place, profile=plan)
+        assert found.peak <= point["budget"]
+        assert found.seconds <= point["seconds"] * (1 + 1e-9)
+        moves += found.offloaded.bytes > 0
+    assert moves > 1
+    for point in without.pareto():
+        least = min(each["seconds"] for each in points if each["budget"] <= point["budget"] * 1.001)
+        assert least <= point["seconds"] * (1 + 1e-9)
+
+
 def test_a_budget_of_a_model_that_trains(place, monkeypatch):
     fixed_costs(monkeypatch)
     model = net(8)

@@ -68,7 +68,7 @@ def every_choice(profile):
 def set_link(profile, place):
     """Let the profile have another link, and know no plan."""
     profile.placement = place
-    for known in (profile._waits, profile._peaks, profile._errors):
+    for known in (profile._waits, profile._peaks, profile._errors, profile.seen):
         known.clear()
 
 
@@ -98,6 +98,33 @@ def test_plans_are_the_fastest_of_all(profile, rate):
         missed += seconds[found] > best * (1 + 1e-9)
         assert plan.seconds * (1 - plan.gap) <= best + base(profile) + 1e-9
     assert missed <= 1
+
+
+@pytest.mark.parametrize("rate", [20e6, 100e6, 10e9])
+def test_other_budgets(profile, rate):
+    """Each point has the seconds of a plan with that budget, which is about the fastest of all."""
+    set_link(profile, placement(rate))
+    choices = every_choice(profile)
+    sizes = {each: profile.size_of(profile.trace_of(each)) for each in choices}
+    seconds = {each: profile.seconds(each) + base(profile) for each in choices}
+    set_link(profile, profile.placement)
+    plan = profile.plan(Budget(max(sizes.values()), True, "the test's"))
+    points = [(point["budget"] - profile.held, point["seconds"]) for point in plan.pareto()]
+    assert points == sorted(points)
+    assert [time for _, time in points] == sorted((time for _, time in points), reverse=True)
+    assert points[0][0] == min(sizes.values())
+    for size, time in points:
+        assert any(sizes[each] == size and seconds[each] == pytest.approx(time) for each in choices)
+        again = profile.plan(Budget(size, True, "the test's"))
+        assert again.peak <= size + profile.held
+        assert again.seconds <= time * (1 + 1e-9)
+    slower = []
+    for limit in sorted(set(sizes.values())):
+        best = min(time for each, time in seconds.items() if sizes[each] <= limit)
+        slower.append(min(time for size, time in points if size <= limit) / best - 1)
+    assert min(slower) > -1e-9
+    assert max(slower) < (1e-9 if rate > 20e6 else 0.07)  # on a busy link waits decide
+    assert sum(slower) / len(slower) < 0.01
 
 
 def test_the_same_plan_again(profile):
