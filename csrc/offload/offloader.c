@@ -449,9 +449,12 @@ int gck_offloader_new(const gck_link *link, int index, gck_byte_store *store, co
     *o = (gck_offloader){.on = {.link = link, .index = index, .graph = options->graph}, .store = store,
                          .options = *options, .ring = {.ranges = {.edge = GCK_EDGE_RING}}};
     if (gck_linked_said(&o->on, link->stream_new(index, &o->out)) != GCK_OK
-        || gck_linked_said(&o->on, link->stream_new(index, &o->in)) != GCK_OK
-        || (options->graph != 0 && gck_graph_use(o, options->graph, options->stream) != 0)) {
+        || gck_linked_said(&o->on, link->stream_new(index, &o->in)) != GCK_OK) {
         return GCK_STORE_DEVICE;                 /* the caller asks for the status, and frees it */
+    }
+    const int used = options->graph != 0 ? gck_graph_use(o, options->graph, options->stream) : 0;
+    if (used != 0) {
+        return used;
     }
     lock(o);
     gck_store_pin_for(store, &o->on);
