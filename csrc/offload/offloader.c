@@ -100,10 +100,12 @@ static gck_offloaded *oldest_held(gck_offloader *o)
 static int copy_out(gck_offloaded *b)
 {
     void *out = b->offloader->out;
+    const gck_event *before = b->item->last;     /* in a graph: of what had that memory */
     int used;
 
     unhold(b);
-    if (GCK_EDGE(GCK_EDGE_COPY_OUT, gck_event_wait(b->last, out), GCK_OK) != GCK_OK
+    if ((before != NULL && GCK_EDGE(GCK_EDGE_MEMORY, gck_event_wait(before, out), GCK_OK) != GCK_OK)
+        || GCK_EDGE(GCK_EDGE_COPY_OUT, gck_event_wait(b->last, out), GCK_OK) != GCK_OK
         || copy_parts(b, 0, b->nbytes, gck_offloaded_memory(b), out, 1) != 0) {
         return GCK_STORE_DEVICE;
     }

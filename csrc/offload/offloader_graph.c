@@ -118,16 +118,8 @@ int gck_graph_reserve(gck_offloaded *b)
 {
     gck_offloader *o = b->offloader;
 
-    if ((b->item = smallest(o, b->nbytes)) == NULL) {
-        return gck_store_reserve(o->store, b->nbytes, &o->out, 1, &b->item);
-    }
-    if (b->item->last != NULL
-        && GCK_EDGE(GCK_EDGE_MEMORY, gck_event_wait(b->item->last, o->out), GCK_OK) != GCK_OK) {
-        gck_graph_keep(o, b->item);
-        b->item = NULL;
-        return GCK_STORE_DEVICE;
-    }
-    return 0;
+    b->item = smallest(o, b->nbytes);
+    return b->item != NULL ? 0 : gck_store_reserve(o->store, b->nbytes, &o->out, 1, &b->item);
 }
 
 void gck_graph_keep(gck_offloader *o, gck_byte_store_item *item)

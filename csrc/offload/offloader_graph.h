@@ -25,10 +25,10 @@ static inline int gck_graph_is_foreign(const gck_offloader *offloader)
 /* They were copied into the ring where launches come between: what is there now may be others'. */
 int gck_graph_is_stale(const gck_offloaded *bytes);
 
-/* Memory of the store for them, for work on the stream of copies out.  0 or a status. */
+/* Memory of the store for them; its item's last event, if it has one, comes before the copy out.  0 or a status. */
 int gck_graph_reserve(gck_offloaded *bytes);
 
-/* They are not needed any more: later ones may have their memory, after this. */
+/* It is not needed any more: later ones may have its memory. */
 void gck_graph_keep(gck_offloader *offloader, gck_byte_store_item *item);
 
 /* The graphs are gone, and so are the bytes. */

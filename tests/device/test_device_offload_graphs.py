@@ -286,7 +286,7 @@ def test_a_graph_that_reads_holds_the_memory_too(tmp_path):
 
 def test_memory_that_a_step_still_uses_is_waited_for(tmp_path):
     """By the host: a stream that is captured cannot wait for work from before."""
-    work = Work("raw", place_of(tmp_path, sizes=("1MiB", 0, 1), host_budget=f"{LAYERS * PAYLOAD}B"))
+    work = Work("raw", place_of(tmp_path, sizes=("1MiB", 0, 1), host_budget=f"{PAYLOAD}B"), layers=1)
     graph = virtual_device.Graph()
     with work.side:
         work.forward(work.offload)  # nothing waits for its copies
