@@ -99,7 +99,7 @@ def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[st
         if key in _CONFIG_FIELDS and key != "codec":
             raise ValueError(f'gradckpt: {key!r} is a field of compress=; pass compress={{"{key}": {value!r}}}')
         if key not in OPTIONS and not (key in _OF_MODULES and key in others):
-            where = "gradckpt.enable" if others else "gradckpt.checkpoint"
+            where = "gradckpt.enable" if "recompute" in others else "gradckpt.checkpoint"
             raise ValueError(f"gradckpt: unknown option {key!r}; {advise(str(key), value, (*OPTIONS, *others), where)}")
         check_option(key, value)
     if not check_bool("recompute", given.get("recompute", defaults.get("recompute", True))):

@@ -84,9 +84,9 @@ def checkpoint_wrapper(
             :class:`gradckpt.CompressionConfig` or its dict.
         nested: Allow the module to hold checkpointed ones, or to lie inside one. The inner ones
             then run once more in each recompute of the outer.
-        **options: ``policy`` or ``context_fn``, ``preserve_rng_state``, ``early_stop``,
-            ``determinism_check``, ``debug``, ``respect_saved_tensors_hooks`` and ``buffers``, as
-            for :func:`gradckpt.checkpoint`;
+        **options: ``policy`` or ``context_fn``, ``offload``, ``preserve_rng_state``,
+            ``early_stop``, ``determinism_check``, ``debug``, ``respect_saved_tensors_hooks`` and
+            ``buffers``, as for :func:`gradckpt.checkpoint`;
             torch's ``checkpoint_impl=CheckpointImpl.NO_REENTRANT``, which is the default anyway.
 
     Raises:
@@ -175,7 +175,7 @@ def _settings_of(compress: Compress, options: Mapping[str, Any], nested: bool) -
         )
     if not isinstance(nested, bool):
         raise TypeError(f"gradckpt: nested is True or False, not {nested!r}")
-    return parse_options({"compress": compress, **options}, {})
+    return parse_options({"compress": compress, **options}, {}, ("offload",))
 
 
 # ---- which modules ----

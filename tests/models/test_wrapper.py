@@ -360,6 +360,27 @@ def refused(says, function, *args, error=ValueError, **kwargs):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_payloads_on_a_disk(codec, tmp_path):
+    """Of one wrapped module, and of all that a function chooses."""
+    place = gradckpt.Offload("disk", directory=worlds.with_disk(tmp_path), host_budget="12KiB", min_bytes="1B")
+    x, found = torch.randn(64, 64).requires_grad_(), []
+    for options in ({}, {"offload": place}, {"offload": place}):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(MyBlock() for _ in range(N)))
+        if len(found) == 1:
+            net = nn.Sequential(*(gradckpt.compat.checkpoint_wrapper(block, codec, **options) for block in net))
+        else:
+            gradckpt.compat.apply_activation_checkpointing(net, codec, check_fn=is_block, **options)
+        before = gradckpt.stats()["offload"].get("puts", 0)
+        torch.manual_seed(1)
+        net(x * 1).square().mean().backward()
+        assert (gradckpt.stats()["offload"].get("puts", 0) > before) == bool(options)
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_options_that_cannot_be_had():
     block = MyBlock()
     reentrant = {"checkpoint_impl": torchs.CheckpointImpl.REENTRANT}
@@ -367,6 +388,8 @@ def test_options_that_cannot_be_had():
     refused("does not call checkpoint_fn=", gradckpt.compat.checkpoint_wrapper, block, checkpoint_fn=print)
     refused("unknown codec 'int9'", gradckpt.compat.checkpoint_wrapper, block, "int9")
     refused("unknown option 'use_reentrant'", gradckpt.compat.checkpoint_wrapper, block, use_reentrant=False)
+    refused("unknown option 'recompute'", gradckpt.compat.checkpoint_wrapper, block, recompute=False)
+    refused("offload='tape' is no place", gradckpt.compat.checkpoint_wrapper, block, offload="tape")
     refused("takes a torch.nn.Module, not int", gradckpt.compat.checkpoint_wrapper, 3, error=TypeError)
     refused("nested is True or False", gradckpt.compat.checkpoint_wrapper, block, nested=1, error=TypeError)
 
