@@ -28,15 +28,15 @@ def _folder():
 
 
 @functools.cache
-<<<<<<< HEAD
-def program(name, *options, sources=(*STORE, "offloader", "offloader_graph", "offloaded_ring", "ring", "transfer")):
-    """The path of helpers/NAME.c as a program, built once per process."""
-=======
-def program(name, *options, sources=(*STORE, "offloader", "offloaded_ring", "ring", "transfer"), of_sources=()):
+def program(
+    name,
+    *options,
+    sources=(*STORE, "offloader", "offloader_graph", "offloaded_ring", "ring", "transfer"),
+    of_sources=(),
+):
     """The path of helpers/NAME.c as a program, built once per process; ``of_sources``: options of
     csrc/offload alone.
     """
->>>>>>> e602a319 (Offload without memory for a moment: it says so, and the disk is written again)
     gcc = shutil.which("gcc")
     if gcc is None:
         pytest.skip("gcc not found")

@@ -363,7 +363,7 @@ def refused(says, function, *args, error=ValueError, **kwargs):
 @pytest.mark.parametrize("codec", [None, "int8"])
 def test_payloads_on_a_disk(codec, tmp_path):
     """Of one wrapped module, and of all that a function chooses."""
-    place = gradckpt.Offload("disk", directory=worlds.with_disk(tmp_path), host_budget="12KiB", min_bytes="1B")
+    place = gradckpt.Offload("disk", directory=worlds.with_disk(tmp_path), host_budget="32KiB", min_bytes="1B")
     x, found = torch.randn(64, 64).requires_grad_(), []
     for options in ({}, {"offload": place}, {"offload": place}):
         torch.manual_seed(0)
