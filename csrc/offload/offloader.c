@@ -230,8 +230,7 @@ int gck_offloaded_written(gck_offloaded *b, void *stream)
         o->bytes_held += b->size;
         b->held = 1;
     }
-    for (gck_offloaded *held; status == 0 && o->bytes_held > most && !gck_graph_is_foreign(o)
-                              && (held = oldest_held(o)) != NULL;) {
+    for (gck_offloaded *held; status == 0 && o->bytes_held > most && (held = oldest_held(o)) != NULL;) {
         status = copy_out(held);
     }
     return unlock(o, leave(o, status));
