@@ -1,5 +1,5 @@
-"""Random programs in C that capture graphs with payloads and launch them in turn with other work: each
-read finds what the last launch has left, and all memory comes back."""
+"""Random programs in C that capture graphs with payloads and launch them in turn with other work:
+each read finds what the last launch has left, and all memory comes back."""
 
 import pytest
 import worlds
