@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from gpu_job import Job, cell, difference, gradients
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradckpt
@@ -30,6 +31,17 @@ ROUNDS, DEPTH, WIDTH = 40, 50, 8
 NAMED = 12
 
 INT8 = gradckpt.CompressionConfig(codec="int8", min_numel=0)
+RAW = gradckpt.CompressionConfig(codec="raw", min_numel=0)
+HOST = gradckpt.Offload("cpu", host_budget="64MiB", min_bytes="1B", keep_last=0)
+
+
+def on_cpu(f: Any, x: torch.Tensor) -> torch.Tensor:
+    """As transformers' offload=True."""
+    with save_on_cpu(pin_memory=x.device.type != "cpu", device_type=x.device.type):
+        return gradckpt.checkpoint(f, x)
+
+
+RAW_WAY, OFFLOADED = "gradckpt raw", "gradckpt raw, offloaded"
 WAYS: dict[str, Call] = {
     "plain": lambda f, x: f(x),
     "torch": lambda f, x: torch_checkpoint(f, x, use_reentrant=False),
@@ -39,6 +51,9 @@ WAYS: dict[str, Call] = {
     "gradckpt": lambda f, x: gradckpt.checkpoint(f, x),
     "gradckpt, preserve_rng_state=False": lambda f, x: gradckpt.checkpoint(f, x, preserve_rng_state=False),
     "gradckpt int8": lambda f, x: gradckpt.checkpoint(f, x, compress=INT8),
+    RAW_WAY: lambda f, x: gradckpt.checkpoint(f, x, compress=RAW),
+    OFFLOADED: lambda f, x: gradckpt.checkpoint(f, x, compress=RAW, offload=HOST),
+    "gradckpt in save_on_cpu": on_cpu,
     "SelectiveRecompute": lambda f, x: gradckpt.SelectiveRecompute.apply(f, None, x),
 }
 LOSSY = {"gradckpt int8"}
@@ -169,7 +184,7 @@ def frames(job: Job, chain: Chain) -> None:
 
 
 def run(job: Job) -> None:
-    depth, rounds = (5, 3) if job.small else (DEPTH, ROUNDS)
+    depth, rounds = (5, 3) if job.small else (DEPTH, ROUNDS if job.device.is_cuda else 5)
     chain = Chain(job, depth)
     with job.part("gradients"):
         wanted = chain.gradients(WAYS["plain"])
@@ -192,6 +207,7 @@ def run(job: Job) -> None:
                 *(cell(more, 1), cell(more / torchs if torchs > 0 else None)),
             )
         job.figures["us_per_region"] = both
+        job.note(f"offload adds {both[OFFLOADED] - both[RAW_WAY]:.1f} us to a region's raw payload")
         job.check(both["plain"] > 0, "a plain region took no time")
         if job.device.is_cuda and not job.small:
             ours = both["gradckpt"]

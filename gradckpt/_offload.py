@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+from gradckpt._config import advise, explains_keywords
 from gradckpt._host_memory import free_host_memory
 from gradckpt._sizes import parse_bytes
 
@@ -21,6 +22,7 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _FALLBACKS = ("device", "error")
 
 
+@explains_keywords
 @dataclasses.dataclass(frozen=True)
 class Offload:
     """The place of payloads between forward and backward; the argument ``offload=`` of
@@ -43,7 +45,7 @@ class Offload:
         prefetch: How many payloads come back ahead of the one that is read.
         keep_last: The newest bytes in the ring that are not copied, since the backward reads them
             first; ``"auto"``: a third of it.
-        min_bytes: Smaller payloads stay where they are.
+        min_bytes: Smaller payloads stay where they are; 0: all move.
         directory: Of ``"disk"``: where the file is (``/var/tmp``); not in a tmpfs, which is memory.
         fallback: What happens where the host has no room, or a device refuses: ``"device"``: the
             payload stays where it is, which is said once and counted in ``stats()["offload"]``;
@@ -70,15 +72,20 @@ class Offload:
         if self.fallback not in _FALLBACKS:
             raise ValueError(f"gradckpt: fallback={self.fallback!r} is unknown; pass 'device' or 'error'")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ValueError(f"gradckpt: prefetch={self.prefetch!r} is no number of payloads; pass 0 or more")
+            raise ValueError(f"gradckpt: prefetch={self.prefetch!r} is no count of payloads; pass 0 or more")
         if self.place == "cpu" and self.directory is not None:
             raise ValueError("gradckpt: only Offload('disk') has a directory; leave it out")
         budget = _BUDGETS[self.place] if self.host_budget is None else self.host_budget
         sizes = {"host_budget": _host_budget(budget)}
-        for name in ("ring", "keep_last"):
-            sizes[name] = _own_bytes(getattr(self, name))
-        for name, size in (*sizes.items(), ("min_bytes", parse_bytes(self.min_bytes))):
+        for name, forms in _FORMS.items():
+            sizes[name] = _own_bytes(name, getattr(self, name), forms)
+        for name, size in sizes.items():
             object.__setattr__(self, name, size)
+        if isinstance(self.host_budget, int) and int(self.min_bytes) > self.host_budget:
+            raise ValueError(
+                f"gradckpt: min_bytes={self.min_bytes} is more than host_budget={self.host_budget}, so nothing could "
+                "move; lower min_bytes"
+            )
         directory = None if self.directory is None else self._path()
         object.__setattr__(self, "directory", directory or (_DIRECTORY if self.place == "disk" else None))
 
@@ -90,7 +97,9 @@ class Offload:
         return int(free_host_memory() * float(str(self.host_budget).rstrip("%")) / 100 / ranks)
 
     def _path(self) -> str:
-        if not isinstance(self.directory, (str, os.PathLike)) or not (path := os.fsdecode(self.directory)):
+        if not isinstance(self.directory, (str, os.PathLike)) or not (
+            path := os.path.expanduser(os.fsdecode(self.directory))
+        ):
             raise TypeError(f"gradckpt: directory={self.directory!r} is no path; pass the name of a folder")
         return path
 
@@ -99,15 +108,25 @@ def _host_budget(size: int | str) -> int | str:
     """Return the bytes of a size; a percentage stays one, since the free memory changes."""
     percent = _PERCENT.fullmatch(size.strip()) if isinstance(size, str) else None
     if percent is None:
-        return parse_bytes(size, forms='"64GiB", "64GB", "80%" or a number of bytes')
+        return parse_bytes(size, f"host_budget={size!r}", '"64GiB", "64GB", "80%" or a number of bytes')
     if not 0 < float(percent[1]) <= 100:
         raise ValueError(f"gradckpt: host_budget={size!r} is no part of the memory; write 1% to 100%")
     return f"{percent[1]}%"
 
 
-def _own_bytes(size: int | str) -> int | str:
+#: The sizes that may be 0, and what messages list.
+_FORMS = {
+    "ring": '"auto", "2GiB", 0 or a number of bytes',
+    "keep_last": '"auto", "2GiB", 0 or a number of bytes',
+    "min_bytes": '"1MiB", 0 or a number of bytes',
+}
+
+
+def _own_bytes(name: str, size: int | str, forms: str) -> int | str:
     """Return the bytes of a size; "auto" stays."""
-    return size if size == "auto" or size == 0 else parse_bytes(size, forms='"auto", "2GiB", 0 or a number of bytes')
+    if (size == "auto" and "auto" in forms) or (size == 0 and not isinstance(size, bool)):
+        return size
+    return parse_bytes(size, f"{name}={size!r}", forms)
 
 
 def plain_data(offload: Offload) -> dict[str, Any]:
@@ -135,9 +154,11 @@ def parse_offload(offload: Any) -> Offload | None:
     if isinstance(offload, str):
         return Offload(offload)  # type: ignore[arg-type]
     if isinstance(offload, Mapping):
-        unknown = sorted(map(str, offload.keys() - {field.name for field in dataclasses.fields(Offload)}))
-        if unknown:
-            raise ValueError(f"gradckpt: offload= has no {', '.join(unknown)}; gradckpt.Offload has its arguments")
+        known = [field.name for field in dataclasses.fields(Offload)]
+        for key, value in offload.items():
+            if key not in known:
+                said = advise(str(key), value, known, "gradckpt.Offload")
+                raise ValueError(f"gradckpt: unknown key {key!r} in offload=; {said}")
         return Offload(**offload)
     if not isinstance(offload, Offload):
         raise TypeError(f"gradckpt: offload is True, False, 'cpu', 'disk' or a gradckpt.Offload, not {offload!r}")

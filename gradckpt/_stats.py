@@ -160,7 +160,9 @@ class Stats(dict[str, Any]):
             yield "in compiled graphs, for one call", _number(self["compiled_tensors"]), sizes
         if self["live_bytes"]:
             yield "payloads alive now", "", _sizes(self["live_bytes"])
-        if (places := self["offload"]).get("puts"):
+        if (places := self["offload"]).get("small"):
+            yield "not offloaded: smaller than min_bytes", _number(places["small"] / steps), ""
+        if places.get("puts"):
             yield "offloaded, host memory at the peak", "", _sizes(places["memory_peak"])
             yield "written to the disk", "", _sizes(places["written"] / steps) if places["written"] else ""
             yield "rings on devices", "", _sizes(places["ring"]) if places["ring"] else ""

@@ -93,10 +93,6 @@ static int take_on_host(gck_state *state, gck_place_object *self, int64_t nbytes
 {
     int status;
 
-    if (self->directory == NULL) {
-        self->kept++;
-        return stays(state, self, "it is in host memory already", 0);
-    }
     Py_BEGIN_ALLOW_THREADS
     status = gck_byte_store_reserve(self->store, nbytes, &placed->item);
     Py_END_ALLOW_THREADS
@@ -137,7 +133,17 @@ int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int devic
     int status;
 
     *placed = (gck_placed){.place = NULL};
-    if (nbytes < self->min_bytes || nbytes <= 0 || gck_on_paper()) {
+    if (nbytes <= 0 || gck_on_paper()) {
+        return 0;
+    }
+    if (device < 0 && self->directory == NULL) {
+        const int first = !self->in_host;
+        self->kept++;
+        self->in_host = 1;
+        return first ? stays(state, self, "it is in host memory already", 0) : 0;
+    }
+    if (nbytes < self->min_bytes) {
+        self->small++;
         return 0;
     }
     if (have_store(self) < 0) {
@@ -292,9 +298,20 @@ int gck_place_of(gck_state *state, PyObject *offload, PyObject **place)
     if (offload == NULL || offload == Py_None || offload == Py_False) {
         return 0;
     }
-    *place = Py_TYPE(offload) == state->Place ? Py_NewRef(offload)
-                                              : PyObject_CallFunction(state->py.call.place_of, "(O)", offload);
-    return *place != NULL ? 0 : -1;
+    if (Py_TYPE(offload) == state->Place) {
+        *place = Py_NewRef(offload);
+    } else if (offload == state->latest_place.offload) {
+        *place = Py_NewRef(state->latest_place.place);
+    } else if ((*place = PyObject_CallFunction(state->py.call.place_of, "(O)", offload)) == NULL) {
+        return -1;
+    } else if (PyUnicode_Check(offload) || !PyMapping_Check(offload)) {      /* what cannot change */
+        PyObject *before[] = {state->latest_place.offload, state->latest_place.place};
+        state->latest_place.offload = Py_NewRef(offload);
+        state->latest_place.place = Py_NewRef(*place);
+        Py_XDECREF(before[0]);
+        Py_XDECREF(before[1]);
+    }
+    return 0;
 }
 
 /* ---- the Python type ---- */

@@ -39,6 +39,7 @@ PyObject *gck_place_figures(PyObject *op, PyObject *args)
 
     gck_byte_store_read_figures(self->store, restart, &f);
     status = into == NULL || add_figures(into, "kept", self->process == getpid() ? self->kept : 0) < 0
+        || add_figures(into, "small", self->process == getpid() ? self->small : 0) < 0
         FIGURE(memory) FIGURE(memory_used) FIGURE(memory_peak) FIGURE(memory_taken) FIGURE(pinned) FIGURE(pin_calls)
         FIGURE(file_used) FIGURE(file_peak) FIGURE(written) FIGURE(read) FIGURE(write_ns) FIGURE(read_ns) FIGURE(puts)
         FIGURE(gets) FIGURE(from_memory) FIGURE(waits_put) FIGURE(waits_get)
@@ -48,6 +49,7 @@ PyObject *gck_place_figures(PyObject *op, PyObject *args)
         status = figures_of_device(into, of->offloader, restart);
     }
     self->kept = restart ? 0 : self->kept;
+    self->small = restart ? 0 : self->small;
     Py_XDECREF(status < 0 ? into : NULL);
     return status < 0 ? NULL : into;
 }

@@ -27,7 +27,8 @@ typedef struct gck_place_object {
     gck_place_device *devices;
     struct gck_place_object *next_with_graphs;   /* owned; see place_devices.c           */
     int             graphs;                      /* it is in that list                   */
-    long long       kept;                        /* payloads that stayed on their device */
+    long long       kept, small;                 /* payloads that stayed on their device: for a reason; of few bytes */
+    int             in_host;                     /* it was said that some are in host memory already     */
 } gck_place_object;
 
 #endif

@@ -28,6 +28,8 @@ int gck_state_traverse(gck_state *state, visitproc visit, void *arg)
     Py_VISIT(state->Context);
     Py_VISIT(state->OpOutput);
     Py_VISIT(state->Place);
+    Py_VISIT(state->latest_place.offload);
+    Py_VISIT(state->latest_place.place);
     Py_VISIT(state->SavedHooks);
     Py_VISIT(state->SavedTensor);
     for (int i = 0; i < state->nkinds; i++) {
@@ -67,6 +69,8 @@ void gck_state_clear(gck_state *state)
     Py_CLEAR(state->Context);
     Py_CLEAR(state->OpOutput);
     Py_CLEAR(state->Place);
+    Py_CLEAR(state->latest_place.offload);
+    Py_CLEAR(state->latest_place.place);
     Py_CLEAR(state->SavedHooks);
     Py_CLEAR(state->SavedTensor);
     for (int i = 0; i < GCK_NKINDS; i++) {

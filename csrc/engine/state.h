@@ -122,6 +122,7 @@ typedef struct {
     int64_t       outside;             /* counter for the ids of unpacks outside backward    */
     /* latest first */
     struct { PyObject *key; gck_plan plan; } plans[GCK_NPLANS];
+    struct { PyObject *offload, *place; } latest_place;   /* of regions; NULL before the first */
     /* borrowed: a dying payload removes itself */
     struct gck_payload *recent[GCK_NRECENT];
     struct gck_payload *pending;       /* borrowed: the first of those with a pending flag   */

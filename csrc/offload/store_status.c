@@ -11,7 +11,7 @@ const char *gck_byte_store_text(int status)
     case GCK_FILE_IN_MEMORY: return "the directory is in memory (tmpfs)";
     case GCK_FILE_MISALIGNED: return "a misaligned request";
     case GCK_FILE_SHORT: return "the file ended too early";
-    case GCK_STORE_LARGE: return "larger than the memory of the store";
+    case GCK_STORE_LARGE: return "larger than host_budget";
     case GCK_STORE_FULL: return "no room is left";
     case GCK_STORE_NO_MEMORY: return "out of memory";
     case GCK_FILE_CHANGED: return "the file gave other bytes than were written";

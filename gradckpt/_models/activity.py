@@ -125,6 +125,7 @@ def _look(s: Stats, looks: _Looks) -> None:
         say(f"nothing was compressed by the second backward: {reason}", not (are_small(s) or is_one_leaf(s)))
     if _keeps_nothing(selective.latest, s):
         say(f"a policy kept nothing in {PATIENCE} steps: {_why_nothing_kept(selective.latest)}")
+    _look_at_places(s)
     alive, restored = s["originals_alive"], s["recomputes"]
     if alive >= _MANY and 2 * alive > restored and not looks.said:
         holder, mend = _why_alive()
@@ -132,6 +133,13 @@ def _look(s: Stats, looks: _Looks) -> None:
             f"compression costs memory: {holder} keeps {alive} of {max(alive, restored)} inputs alive until backward; "
             f"{mend}"
         )
+
+
+def _look_at_places(s: Stats) -> None:
+    places = s["offload"]
+    moved = sum(places.get(name, 0) for name in ("puts", "kept", "misses_out"))
+    if places.get("small") and not moved:
+        say(f"offload= moved nothing in {PATIENCE} steps: all payloads are smaller than its min_bytes; lower that")
 
 
 def note_saved() -> None:
@@ -150,6 +158,8 @@ def _look_at_saved(looks: _Looks) -> None:
     s = stats()
     if looks.saved_steps == PATIENCE and s["uncompressed"] and not (s["compressed"] or s["regions"] or looks.said):
         say(f"compress_saved() compressed nothing in {PATIENCE} steps: {inactive_reason(s)}", not are_small(s))
+    if looks.saved_steps == PATIENCE and not s["regions"]:
+        _look_at_places(s)
 
 
 def is_one_leaf(s: Mapping[str, Any]) -> bool:

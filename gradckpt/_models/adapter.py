@@ -12,13 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
-import torch
 from torch.nn import ModuleList
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -41,15 +40,16 @@ from gradckpt._models.offload import of_layer
 from gradckpt._models.overlap import is_wrapper
 from gradckpt._models.regions import checkpointed_by, region_of
 from gradckpt._models.weak import WeakModule
-from gradckpt._offload import Offload
-
-logger = logging.getLogger("gradckpt")
+from gradckpt._offload import parse_offload
 
 #: torch's checkpoint, and the functions that may replace it without a difference.
 _KNOWN = (torch_checkpoint, _C.checkpoint, _C.compat_checkpoint, of_layer)
 
 #: The attribute of a function of ours that holds torch's, with the same keywords.
 _STOCK = "gradckpt_stock"
+
+#: The attribute of transformers' function that holds the value of ``offload=`` it was made for.
+_PLACE = "gradckpt_offload"
 
 
 #: All adapters, made by :func:`gradckpt.enable` or by a Trainer's flag. While it is empty, a
@@ -141,9 +141,6 @@ class Adapter(_Replacement):
         active = choice.settings.config
         if active != self.active:
             self.monitor = InactivityMonitor()
-        place = choice.settings.offload
-        if place is not None and place.place == "cpu" and not torch.accelerator.is_available():
-            logger.info("gradckpt: offload=True has no effect without a device; checkpoints are in host memory anyway")
         self.active = active
         self.function = choice.function if choice.ours else None
         if self.by_flag and choice.ours:
@@ -157,12 +154,14 @@ class Adapter(_Replacement):
         named = means_ours(keywords)
         if self.by_flag and not named and not _says_nothing(keywords):
             return _Choice(func, False, Settings(every_n_layers=every_n_layers))
+        written = "offload" in keywords
         keywords = {**self.settings.keywords, **keywords}
         buffers = {"buffers": keywords.pop("buffers")} if "buffers" in self.settings.keywords else {}
         settings = pop_our_keys(keywords, Settings() if self.by_flag and named else self.settings)
         if "every_n_layers" not in given.keywords and every_n_layers != 1:
             settings = dataclasses.replace(settings, every_n_layers=check_every_n_layers(every_n_layers))
         offloads = _offloads(base)
+        where = _where(base) if offloads and not written else True
         if given.args or not (base in _KNOWN or offloads):
             return _Choice(_foreign(func, base, settings), False, settings)
         check_torchs(keywords)
@@ -179,10 +178,10 @@ class Adapter(_Replacement):
             {k: v for k, v in given.keywords.items() if k != "compress"}
         ):
             keywords.pop("use_reentrant", None)
-        if offloads and settings.config is None and settings.context_fn is None:
-            return _Choice(functools.partial(base, **keywords), False, settings)
-        if offloads:
-            settings = dataclasses.replace(settings, offload=Offload())
+        if offloads and not written:
+            if where is True and settings.config is None and settings.context_fn is None:
+                return _Choice(functools.partial(base, **keywords), False, settings)
+            settings = dataclasses.replace(settings, offload=parse_offload(where))
         check_together(settings, keywords)
         if keywords.get("use_reentrant"):
             return _Choice(functools.partial(torch_checkpoint, **keywords), False, settings)
@@ -293,6 +292,20 @@ def _offloads(base: Any) -> bool:
     """
     name = getattr(base, "__qualname__", "")
     return "checkpointing_enable.<locals>" in name and getattr(base, "__module__", "").startswith("transformers.")
+
+
+def _where(base: Any) -> Any:
+    """Return the value of ``offload=`` that transformers' function was made for: that knows only
+    whether it is true.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _PLACE not in vars(base):
+        names = frame.f_code.co_name, frame.f_globals.get("__name__", "")
+        if names[0].endswith("checkpointing_enable") and names[1].startswith("transformers."):
+            vars(base)[_PLACE] = frame.f_locals.get("offload", True)
+        frame = frame.f_back
+    where = vars(base).get(_PLACE, True)
+    return bool(where) if isinstance(where, int) else where
 
 
 def _foreign(func: Callable[..., Any], base: Any, settings: Settings) -> Callable[..., Any]:

@@ -247,9 +247,13 @@ def misspelt(keywords: Any) -> tuple[str, str] | None:
 def means_ours(keywords: Any) -> bool:
     """Return whether the kwargs ask for gradckpt, by exact keys.
 
-    ``policy`` alone counts if its value is ours.
+    ``policy`` and ``offload`` alone count if their values are ours.
     """
-    if not isinstance(keywords, Mapping) or _MARKS.isdisjoint(keywords):
+    if not isinstance(keywords, Mapping):
+        return False
+    if not isinstance(keywords.get("offload", False), bool):
+        return True
+    if _MARKS.isdisjoint(keywords):
         return False
     return any(key in keywords for key in _MARKS - {"policy"}) or is_known(keywords["policy"])
 

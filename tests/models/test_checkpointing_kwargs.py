@@ -11,6 +11,7 @@ import torch
 from handles import config_of
 from test_huggingface import (
     ADAPTER,
+    HAS_EVERY_AND_OFFLOAD,
     LAYERS,
     SPELLINGS,
     build,
@@ -225,6 +226,12 @@ WAYS = {
     "enable": lambda model, place: gradckpt.enable(model, offload=place),
     "in the dict": lambda model, place: (gradckpt.enable(model), turn_on(model, SPELLINGS[0], {"offload": place})),
     "enable, on again": lambda model, place: (gradckpt.enable(model, offload=place), on(model)),
+    "keyword": lambda model, place: (gradckpt.enable(model), on(model, offload=place)),
+    "keyword, exact": lambda model, place: (gradckpt.enable(model, None), on(model, offload=place)),
+    "the dict wins": lambda model, place: (
+        gradckpt.enable(model),
+        turn_on(model, SPELLINGS[0], {"offload": place}, offload=True),
+    ),
 }
 
 
@@ -232,8 +239,10 @@ WAYS = {
 class TestOffload:
     @pytest.mark.parametrize("way", WAYS)
     def test_payloads_go_there(self, way, place):
+        if way in ("keyword", "keyword, exact", "the dict wins") and not HAS_EVERY_AND_OFFLOAD:
+            pytest.skip("this transformers has no offload=")
         plain, model = build(), build()
-        gradckpt.enable(plain)
+        gradckpt.enable(plain, None if way == "keyword, exact" else "int8")
         WAYS[way](model, place)
         assert equal(grads(model), grads(plain))
         assert puts(place) == LAYERS

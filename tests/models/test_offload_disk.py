@@ -229,7 +229,7 @@ def test_ranks_on_one_machine_share_a_percentage(monkeypatch):
     monkeypatch.setattr("gradckpt._offload.free_host_memory", lambda: 1000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert gradckpt.Offload(host_budget="80%").host_bytes() == 200
-    assert gradckpt.Offload(host_budget=800).host_bytes() == 800
+    assert gradckpt.Offload(host_budget="2MiB").host_bytes() == 2 << 20
 
 
 @pytest.mark.parametrize(
@@ -237,10 +237,15 @@ def test_ranks_on_one_machine_share_a_percentage(monkeypatch):
     [
         ("tape", ValueError, "offload='tape' is no place; pass 'cpu' or 'disk'"),
         (3, TypeError, "offload is True, False, 'cpu', 'disk' or a gradckpt.Offload, not 3"),
-        ({"place": "disk", "budget": 1}, ValueError, "offload= has no budget"),
-        ({"place": "disk", "host_budget": "big"}, ValueError, "'big' is not a size"),
-        ({"place": "disk", "prefetch": -1}, ValueError, "prefetch=-1 is no number"),
-        ({"place": "disk", "ring": "wide"}, ValueError, "'wide' is not a size"),
+        ({"place": "disk", "budget": 1}, ValueError, r"unknown key 'budget' in offload=; did you mean 'host_budget'\?"),
+        (
+            {"place": "disk", "min_bytes": "2MiB", "host_budget": "1MiB"},
+            ValueError,
+            "so nothing could move; lower min_bytes",
+        ),
+        ({"place": "disk", "host_budget": "big"}, ValueError, "host_budget='big' is not a size"),
+        ({"place": "disk", "prefetch": -1}, ValueError, "prefetch=-1 is no count"),
+        ({"place": "disk", "ring": "wide"}, ValueError, "ring='wide' is not a size"),
         ({"place": "cpu", "directory": "/tmp"}, ValueError, r"only Offload\('disk'\) has a directory"),
         ({"place": "cpu", "host_budget": "0%"}, ValueError, "'0%' is no part of the memory"),
         ({"place": "cpu", "fallback": "never"}, ValueError, "fallback='never' is unknown"),
@@ -254,7 +259,7 @@ def test_what_is_none(offload, error, words):
 
 def test_what_is_too_large_stays_and_is_said_once(tmp_path, place):
     small = gradckpt.Offload("disk", directory=tmp_path, min_bytes=1024, host_budget=8192)
-    with pytest.warns(gradckpt.GradckptInactiveWarning, match="larger than the memory of the store"):
+    with pytest.warns(gradckpt.GradckptInactiveWarning, match="larger than host_budget"):
         got = gradients(compress=None, offload=small)
     assert all(torch.equal(a, b) for a, b in zip(got, gradients(compress=None), strict=True))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+import worlds
 from torch import nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 import gradckpt  # noqa: E402
 from gradckpt import GradckptInactiveWarning, _config, policies  # noqa: E402
-from gradckpt._engine import op_mixing, user_lines  # noqa: E402
+from gradckpt._engine import op_mixing, places, user_lines  # noqa: E402
 from gradckpt._stats import compiled  # noqa: E402
 
 WIDTH = 64
@@ -309,14 +310,27 @@ def test_modules_that_backward_needs_are_not_called_frozen_after_a_reset(caplog)
     assert not [record for record in caplog.records if "frozen" in record.getMessage()]
 
 
-def test_offload_without_a_device_is_one_line(caplog, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    caplog.set_level(logging.INFO, "gradckpt")
+@pytest.mark.parametrize("place", [gradckpt.Offload("cpu", prefetch=17), {"place": "cpu", "prefetch": 18}], ids=str)
+def test_offload_without_a_device_is_said_once(place):
+    """Whatever the size of the payloads."""
+    places._say.cache_clear()
     model = llama()
-    gradckpt.enable(model, offload=True)
+    gradckpt.enable(model, offload=place)
+    with pytest.warns(gradckpt.GradckptInactiveWarning, match="it is in host memory already"):
+        train(model)
     train(model)
-    said = [r.levelname for r in caplog.records if "offload=True has no effect without a device" in r.getMessage()]
-    assert said == ["INFO"]
+
+
+def test_offload_of_small_payloads_only(tmp_path):
+    gradckpt.stats.reset()
+    model = llama()
+    place = gradckpt.Offload("disk", directory=worlds.with_disk(tmp_path), min_bytes="1GiB")
+    gradckpt.enable(model, offload=place)
+    with pytest.warns(
+        gradckpt.GradckptInactiveWarning, match="all payloads are smaller than its min_bytes; lower that"
+    ):
+        train(model)
+    assert "not offloaded: smaller than min_bytes" in str(gradckpt.stats())
 
 
 @pytest.mark.parametrize("compress", ["int8", None])

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import worlds
 from checkout import ROOT
 from handles import config_of
 from test_huggingface import (
@@ -31,6 +32,7 @@ from test_huggingface import (
 
 import gradckpt
 from gradckpt import GradckptInactiveWarning
+from gradckpt._engine.places import place_of
 from gradckpt._models.inactivity import is_on
 from gradckpt.integrations.transformers import trainer_flag
 
@@ -193,6 +195,19 @@ class TestKeys:
         off(model)
         on(model)
         assert step(model) == LAYERS // 2, "what the flag said holds when others turn it on again"
+
+    @with_every_and_offload
+    @pytest.mark.parametrize("kwargs", [{"compress": "int8"}, {"compress": None}, {}], ids=str)
+    @pytest.mark.parametrize("enabled", [False, True])
+    def test_a_disk(self, kwargs, enabled, tmp_path):
+        """The Trainer takes offload out of the dict, and transformers knows only yes or no."""
+        place = {"place": "disk", "directory": str(worlds.with_disk(tmp_path)), "min_bytes": "1KiB"}
+        place["host_budget"] = "256KiB"
+        model = build()
+        if enabled:
+            gradckpt.enable(model)
+        train(model, tmp_path, **flag({**kwargs, "offload": place}))
+        assert place_of(place).figures()["puts"] == 2 * LAYERS
 
     def test_policy_alone(self, tmp_path):
         gradckpt.stats.reset()

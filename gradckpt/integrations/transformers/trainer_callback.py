@@ -192,6 +192,8 @@ def _enable_from_flag(model: Any, models: Iterable[Any], kwargs: Mapping[str, An
                 if unwrap(model) is not each:  # in a module that does not pass the kwargs on
                     continue
                 function = functools.partial(torch_checkpoint, **kwargs)
+            if kwargs.get("offload", True) is not True:  # the Trainer takes it out, and transformers knows yes or no
+                function = functools.partial(function, offload=kwargs["offload"])
             enable_from_kwargs(each, function, kwargs.get("every_n_layers", 1))
         adapter = adapter_over(each)
         if adapter is not None:
