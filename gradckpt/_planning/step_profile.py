@@ -22,7 +22,7 @@ from gradckpt._planning.options import KEEP, RECOMPUTE, Option
 from gradckpt._planning.placement import Call, Placement, placed_by_block
 from gradckpt._planning.region_plan import Offloaded, Plan, PlannedRegion, digest_of, outside_of
 from gradckpt._planning.sharded import class_of, named_modules, parameters_before
-from gradckpt._planning.step_trace import StepTrace, total
+from gradckpt._planning.step_trace import Peak, StepTrace, total
 from gradckpt._settings import Setting
 from gradckpt._stats import format_bytes
 
@@ -404,7 +404,21 @@ class StepProfile(abc.ABC):
         peak = trace.peak()
         size = (self.size_of(trace) if needed is None else needed) + budget.size - self.limit(budget, fixed)
         hint = advice(peak, {} if budget.step_only else fixed, self.hints)
-        return NoPlan.within(budget, size, choice, hint)
+        return NoPlan.within(budget, size, choice, f"{hint} {'' if trace.placed else self._useless(peak)}".rstrip())
+
+    def _useless(self, peak: Peak) -> str:
+        """Return why offload lowers no plan, whose peak is this one; or nothing."""
+        if self.placement is None:
+            return ""
+        placed = [self.size_of(trace) for trace in self.largest.values() if trace.placed]
+        others = [self.size_of(trace) for trace in self.largest.values() if not trace.placed]
+        if not placed:
+            place = self.placement.offload.place
+            return f"Nothing can be offloaded to {place!r}: it is there, or smaller than min_bytes."
+        if min(placed) < min(others):
+            return ""
+        smaller = " Its host memory counts here, so a smaller host_budget may." if self.placement.on_host else ""
+        return f"Offload would not lower the peak: {peak.position} binds.{smaller}"
 
     def result(
         self,
@@ -457,8 +471,6 @@ class StepProfile(abc.ABC):
         """Return what the plan offloads, and why not more."""
         if self.placement is None:
             return None
-        placed = [self.size_of(trace) for trace in self.largest.values() if trace.placed]
-        others = [self.size_of(trace) for trace in self.largest.values() if not trace.placed]
         chosen_options = {self.options[o] for o in chosen.choice}
         waits, offload, trace = self.waits(chosen.choice), self.placement.offload, chosen.trace
         why = ""
@@ -469,11 +481,7 @@ class StepProfile(abc.ABC):
             encoded = sum(size for option, size in placed_by if option.encodes)
             if waits <= _HIDDEN * chosen.seconds and encoded <= _FEW_BYTES * trace.placed:
                 why = "The link is fast enough that no codec is needed: payloads move as they are."
-        elif not placed:
-            why = f"Nothing can be offloaded to {offload.place!r}: it is there, or smaller than min_bytes."
-        elif min(placed) >= min(others):
-            why = f"Offload would not lower the peak: {trace.peak().position} binds."
-        elif chosen_options != {KEEP}:
+        elif not (why := self._useless(trace.peak())) and chosen_options != {KEEP}:
             why = "Offload would lower the peak, and this plan is faster than those that offload."
         return Offloaded(offload.place, trace.placed, trace.ring, waits, self.placement.link, why)
 
