@@ -114,9 +114,11 @@ static int take_on_device(gck_state *state, gck_place_object *self, int64_t nbyt
     if (gck_place_device_have_ring(state, self, of, nbytes, stream) < 0) {
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = gck_offloader_take(of->offloader, nbytes, stream, &placed->bytes);
-    Py_END_ALLOW_THREADS
+    for (int again = 1; again; again = status == GCK_STORE_FULL && gck_place_free_ended()) {
+        Py_BEGIN_ALLOW_THREADS
+        status = gck_offloader_take(of->offloader, nbytes, stream, &placed->bytes);
+        Py_END_ALLOW_THREADS
+    }
     self->kept += status != 0 && status != GCK_STORE_RING;      /* which the ring counts */
     if (status == 0 && gck_byte_store_was_refused_pins(self->store)
         && gck_done(PyObject_CallFunctionObjArgs(state->py.call.pinning_refused, (PyObject *)self, NULL)) < 0) {
@@ -212,10 +214,11 @@ int gck_placed_written(gck_placed *placed, void *stream)
 /* A graph that reads them would read at each launch what has their memory then.  0 or -1. */
 static int may_be_read(const gck_placed *placed, void *stream)
 {
-    const gck_offloader *of = placed->bytes != NULL ? gck_offloaded_of(placed->bytes) : NULL;
+    const gck_offloader *offloader = placed->bytes != NULL ? gck_offloaded_of(placed->bytes) : NULL;
+    const gck_place_device *of = offloader != NULL      /* NULL, too: of the process that this one was forked from */
+        ? gck_place_device_with((gck_place_object *)placed->place, offloader) : NULL;
 
-    if (of != NULL && gck_offloader_graph(of) == 0
-        && gck_stream_is_captured(gck_place_device_with((gck_place_object *)placed->place, of)->device, stream)) {
+    if (of != NULL && gck_offloader_graph(offloader) == 0 && gck_stream_is_captured(of->device, stream)) {
         PyErr_SetString(PyExc_RuntimeError, "gradckpt: a captured backward cannot read what was offloaded before the "
                                             "capture; capture the forward, too");
         return -1;

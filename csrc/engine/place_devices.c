@@ -32,8 +32,15 @@ const gck_place_device *gck_place_device_with(const gck_place_object *place, con
     return of;
 }
 
-static void device_free(gck_place_device *of)
+/* What it has counted stays. */
+static void device_free(gck_place_object *place, gck_place_device *of)
 {
+    gck_offloader_figures f;
+
+    if (of->offloader != NULL && place->process == getpid()) {
+        gck_offloader_read_figures(of->offloader, 0, &f);
+        gck_offloader_add_counts(&place->ended, &f);
+    }
     if (of->offloader != NULL) {
         Py_BEGIN_ALLOW_THREADS                   /* its copies end */
         gck_offloader_free(of->offloader);
@@ -48,7 +55,7 @@ void gck_place_devices_free(gck_place_object *place)
     while (place->devices != NULL) {
         gck_place_device *of = place->devices;
         place->devices = of->next;
-        device_free(of);
+        device_free(place, of);
     }
 }
 
@@ -73,16 +80,17 @@ static gck_place_device *take_over(gck_place_object *place, int *others)
     return found;
 }
 
-/* Py_AddPendingCall(). */
-static int free_ended(void *unused)
+int gck_place_free_ended(void)
 {
-    (void)unused;
+    int freed = 0;
+
     for (gck_place_object **at = &with_graphs; *at != NULL;) {
         gck_place_object *place = *at;
         int others;
         gck_place_device *of = take_over(place, &others);
         if (of != NULL) {
-            device_free(of);                     /* other threads may run: from the start */
+            freed = 1;
+            device_free(place, of);              /* other threads may run: from the start */
             at = &with_graphs;
         } else if (others) {
             at = &place->next_with_graphs;
@@ -93,6 +101,14 @@ static int free_ended(void *unused)
             at = &with_graphs;
         }
     }
+    return freed;
+}
+
+/* Py_AddPendingCall(). */
+static int free_ended(void *unused)
+{
+    (void)unused;
+    gck_place_free_ended();
     return 0;
 }
 
@@ -132,7 +148,7 @@ static int device_new(gck_place_object *place, int device, const gck_link *link,
     status = gck_offloader_new(link, gck_device_index(device), place->store, &options, &of->offloader);
     if (status != 0) {                           /* with the GIL: no other thread makes it */
         *why = gck_place_device_text(of->offloader != NULL ? of : NULL, status);
-        device_free(of);
+        device_free(place, of);
         return 0;
     }
     of->next = place->devices;
@@ -158,6 +174,9 @@ int gck_place_device_have(gck_place_object *place, int device, void *stream, gck
     if ((status = kind->link->graph_of(index, stream, &graph)) != GCK_OK) {
         *why = gck_device_error(device, status);
         return 0;
+    }
+    if (graph != 0) {
+        gck_place_free_ended();                  /* the main thread may not have come to it */
     }
     for (gck_place_device *of = place->devices; of != NULL; of = of->next) {
         if (of->device == device && gck_offloader_graph(of->offloader) == graph) {

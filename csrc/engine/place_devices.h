@@ -25,7 +25,10 @@ const char *gck_place_device_text(const gck_place_device *of, int status);
 /* Free all, when the place ends. */
 void gck_place_devices_free(gck_place_object *place);
 
-/* Free what graphs had that are gone, soon: for where no Python may run. */
+/* Free what graphs had that are gone.  1, or 0: there was nothing.  Other threads may run meanwhile. */
+int gck_place_free_ended(void);
+
+/* The same, soon: for where no Python may run. */
 void gck_place_graph_ended(void);
 
 #endif

@@ -17,13 +17,8 @@ static int add_figures(PyObject *into, const char *name, long long value)
 }
 
 #define FIGURE(name) || add_figures(into, #name, f.name) < 0
-static int figures_of_device(PyObject *into, gck_offloader *offloader, int restart)
+static int add_offloaders(PyObject *into, gck_offloader_figures f)
 {
-    gck_offloader_figures f = {.ring = 0};
-
-    if (offloader != NULL) {
-        gck_offloader_read_figures(offloader, restart, &f);
-    }
     return 0 FIGURE(ring) FIGURE(ring_used) FIGURE(ring_peak) FIGURE(ring_lost) FIGURE(bytes_out) FIGURE(bytes_in)
         FIGURE(copies_out) FIGURE(copies_in) FIGURE(read_in_ring) FIGURE(prefetched) FIGURE(misses_out)
         FIGURE(misses_in) ? -1 : 0;
@@ -43,10 +38,13 @@ PyObject *gck_place_figures(PyObject *op, PyObject *args)
         FIGURE(memory) FIGURE(memory_used) FIGURE(memory_peak) FIGURE(memory_taken) FIGURE(pinned) FIGURE(pin_calls)
         FIGURE(file_used) FIGURE(file_peak) FIGURE(written) FIGURE(read) FIGURE(write_ns) FIGURE(read_ns) FIGURE(puts)
         FIGURE(gets) FIGURE(from_memory) FIGURE(waits_put) FIGURE(waits_get)
-        || figures_of_device(into, NULL, 0) < 0 ? -1 : 0;
+        || add_offloaders(into, self->ended) < 0 ? -1 : 0;
+    self->ended = restart ? (gck_offloader_figures){.ring = 0} : self->ended;
     const gck_place_device *of = self->process == getpid() ? self->devices : NULL;
     for (; of != NULL && status == 0; of = of->next) {
-        status = figures_of_device(into, of->offloader, restart);
+        gck_offloader_figures of_device;
+        gck_offloader_read_figures(of->offloader, restart, &of_device);
+        status = add_offloaders(into, of_device);
     }
     self->kept = restart ? 0 : self->kept;
     self->small = restart ? 0 : self->small;

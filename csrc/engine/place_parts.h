@@ -25,6 +25,7 @@ typedef struct gck_place_object {
     pid_t           process;
     gck_byte_store *store;
     gck_place_device *devices;
+    gck_offloader_figures ended;                 /* counted by those that have ended      */
     struct gck_place_object *next_with_graphs;   /* owned; see place_devices.c           */
     int             graphs;                      /* it is in that list                   */
     long long       kept, small;                 /* payloads that stayed on their device: for a reason; of few bytes */

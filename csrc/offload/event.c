@@ -11,14 +11,10 @@ int gck_linked_said(gck_linked *on, int status)
     return status;
 }
 
-uint64_t gck_linked_graph_of(gck_linked *on, void *stream)
+int gck_linked_graph_of(gck_linked *on, void *stream, uint64_t *graph)
 {
-    uint64_t graph = 0;
-
-    if (on->graph != 0) {
-        gck_linked_said(on, on->link->graph_of(on->index, stream, &graph));
-    }
-    return graph;
+    *graph = 0;
+    return on->graph == 0 ? GCK_OK : gck_linked_said(on, on->link->graph_of(on->index, stream, graph));
 }
 
 gck_event *gck_event_take(gck_linked *on)
@@ -50,11 +46,11 @@ void gck_event_give(gck_event *event)
 int gck_event_record(gck_event *event, void *stream)
 {
     gck_linked *on = event->on;
-    const int status = gck_linked_said(on, on->link->record(on->index, event->handle, stream));
+    int status = gck_linked_graph_of(on, stream, &event->graph);
 
+    status = status == GCK_OK ? gck_linked_said(on, on->link->record(on->index, event->handle, stream)) : status;
     event->open |= status == GCK_OK;
     event->lost |= status != GCK_OK;
-    event->graph = gck_linked_graph_of(on, stream);
     return status;
 }
 
@@ -67,8 +63,11 @@ int gck_event_wait(const gck_event *event, void *stream)
     if (event->lost) {
         return on->status;
     }
-    if (!event->open || event->graph != gck_linked_graph_of(on, stream)) {
-        return GCK_OK;
+    uint64_t graph;
+    const int status = gck_linked_graph_of(on, stream, &graph);
+
+    if (status != GCK_OK || !event->open || event->graph != graph) {
+        return status;
     }
     return gck_linked_said(on, on->link->wait(on->index, stream, event->handle));
 }
@@ -87,7 +86,7 @@ int gck_event_is_done(gck_event *event)
 int gck_event_finish(gck_event *event)
 {
     gck_linked *on = event->on;
-    const int asked = event->open && event->graph == 0;
+    const int asked = event->open && event->graph == 0 && !(event->lost && on->graph != 0);
     const int status = asked ? gck_linked_said(on, on->link->finish(on->index, event->handle)) : GCK_OK;
 
     event->open = event->open && status != GCK_OK;

@@ -26,10 +26,12 @@ typedef struct gck_event {
 /* Record what the device answered: it. */
 int gck_linked_said(gck_linked *on, int status);
 
-/* Where work on this stream goes: the graph that it is captured into; 0: none, and of a device whose work is not
- * captured.  Graphs are launched one after the other, so an event orders only work of the graph in which it was
- * recorded: elsewhere it is no event of the device, and is not waited for. */
-uint64_t gck_linked_graph_of(gck_linked *on, void *stream);
+/* *graph: where work on this stream goes, the graph that it is captured into; 0: none, and of a device whose work is
+ * not captured.  GCK_OK or a status.
+ *
+ * Graphs are launched one after the other, so an event orders only work of the graph in which it was recorded:
+ * elsewhere it is no event of the device, and is not waited for. */
+int gck_linked_graph_of(gck_linked *on, void *stream, uint64_t *graph);
 
 /* NULL: there is no memory, or the device makes none; its status says which. */
 gck_event *gck_event_take(gck_linked *on);

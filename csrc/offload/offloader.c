@@ -308,6 +308,7 @@ int gck_offloaded_bring(gck_offloaded *b, void *stream)
     }
     if (status == 0) {
         b->at_once |= b->readers > 0;
+        b->fixed |= o->now != 0 && gck_graph_is_foreign(o) && !b->copied;
         b->readers++;
         o->figures.prefetched += b->ahead;
         b->ahead = 0;
@@ -332,9 +333,13 @@ static void free_bytes(gck_offloaded *b)
     if (b->ring >= 0 && !b->written) {           /* an error came between: some of that work may be queued */
         gck_offloaded_used_by(b, b->stream);
     }
-    gck_offloaded_leave_ring(b);
     drop_item(b);
-    free(b);
+    if (b->fixed) {
+        gck_graph_fix(b);
+    } else {
+        gck_offloaded_leave_ring(b);
+        free(b);
+    }
 }
 
 int gck_offloaded_let_go(gck_offloaded *b, void *stream)
@@ -413,8 +418,11 @@ void gck_offloader_free(gck_offloader *o)
         return;
     }
     lock(o);
-    gck_graph_clear(o);
-    gck_store_settle(o->store, &o->on);
+    if (o->on.graph != 0) {
+        gck_graph_clear(o);                      /* the store has nothing of it that others could wait for */
+    } else {
+        gck_store_settle(o->store, &o->on);
+    }
     gck_ring_clear(&o->ring);
     unlock(o, 0);
     for (int i = 0; i < 2; i++) {

@@ -25,4 +25,17 @@ typedef struct {
     int64_t misses_out, misses_in;            /* the ring had no room for a write; for a read     */
 } gck_offloader_figures;
 
+/* Add what was counted, not what is in use. */
+static inline void gck_offloader_add_counts(gck_offloader_figures *to, const gck_offloader_figures *more)
+{
+    to->bytes_out += more->bytes_out;
+    to->bytes_in += more->bytes_in;
+    to->copies_out += more->copies_out;
+    to->copies_in += more->copies_in;
+    to->read_in_ring += more->read_in_ring;
+    to->prefetched += more->prefetched;
+    to->misses_out += more->misses_out;
+    to->misses_in += more->misses_in;
+}
+
 #endif

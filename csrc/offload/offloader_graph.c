@@ -1,6 +1,7 @@
 /* offloader_graph.c: the streams and the memory of an offloader in a captured graph. */
 #include "offload/offloader_graph.h"
 
+#include "offload/offloaded_ring.h"
 #include "offload/store.h"
 #include "offload/store_parts.h"
 
@@ -50,7 +51,7 @@ static int unjoin(gck_offloader *o)
     gck_linked *on = &o->on;
     int status = GCK_OK;
 
-    for (int i = 0; i < 2 && status == GCK_OK && o->now != 0; i++) {
+    for (int i = 0; i < o->joined && status == GCK_OK && o->now != 0; i++) {
         status = gck_linked_said(on, on->link->unjoin(on->index, i == 0 ? o->out : o->in));
     }
     return status;
@@ -65,7 +66,10 @@ int gck_graph_enter(gck_offloader *o, void *stream)
     if (on->graph == 0) {
         return 0;
     }
-    o->now = gck_linked_graph_of(on, stream);
+    o->joined = 0;
+    if (gck_linked_graph_of(on, stream, &o->now) != GCK_OK) {
+        return GCK_STORE_DEVICE;
+    }
     o->outside |= o->now == 0;
     if (o->now != 0 && (status = gck_graph_use(o, o->now, stream)) != 0) {
         return status;
@@ -76,6 +80,7 @@ int gck_graph_enter(gck_offloader *o, void *stream)
     status = gck_event_record(here, stream);
     for (int i = 0; i < 2 && status == GCK_OK; i++) {
         status = gck_linked_said(on, on->link->wait(on->index, i == 0 ? o->out : o->in, here->handle));
+        o->joined += status == GCK_OK;
     }
     gck_event_give(here);
     return status == GCK_OK && unjoin(o) == GCK_OK ? 0 : GCK_STORE_DEVICE;
@@ -118,8 +123,15 @@ int gck_graph_reserve(gck_offloaded *b)
 {
     gck_offloader *o = b->offloader;
 
-    b->item = smallest(o, b->nbytes);
-    return b->item != NULL ? 0 : gck_store_reserve(o->store, b->nbytes, &o->out, 1, &b->item);
+    int status = 0;
+
+    if ((b->item = smallest(o, b->nbytes)) == NULL) {
+        status = gck_store_reserve(o->store, b->nbytes, &o->out, 1, &b->item);
+    }
+    if (status == 0 && b->item->memory + b->item->padded > o->store->figures.pinned) {
+        status = GCK_STORE_PAGEABLE;
+    }
+    return status;
 }
 
 void gck_graph_keep(gck_offloader *o, gck_byte_store_item *item)
@@ -128,9 +140,38 @@ void gck_graph_keep(gck_offloader *o, gck_byte_store_item *item)
     o->kept = item;
 }
 
+void gck_graph_fix(gck_offloaded *b)
+{
+    gck_offloader *o = b->offloader;
+
+    b->newer = o->fixed;
+    o->fixed = b;
+}
+
+/* What work outside of graphs has queued on the streams of copies.  It ends, or the device fails. */
+static void finish_streams(gck_offloader *o)
+{
+    for (int i = 0; i < 2; i++) {
+        gck_event *end = gck_event_take(&o->on);
+        if (end != NULL && gck_event_record(end, i == 0 ? o->out : o->in) == GCK_OK) {
+            gck_event_finish(end);
+        }
+        gck_event_give(end);
+    }
+}
+
 /* Whatever a graph does, and an event that was lost there, ends with it. */
 void gck_graph_clear(gck_offloader *o)
 {
+    if (o->outside) {
+        finish_streams(o);
+    }
+    while (o->fixed != NULL) {
+        gck_offloaded *b = o->fixed;
+        o->fixed = b->newer;
+        gck_offloaded_leave_ring(b);
+        free(b);
+    }
     while (o->users != NULL) {
         gck_graph_user *user = o->users;
         o->users = user->next;

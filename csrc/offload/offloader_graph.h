@@ -25,6 +25,9 @@ static inline int gck_graph_is_foreign(const gck_offloader *offloader)
 /* They were copied into the ring where launches come between: what is there now may be others'. */
 int gck_graph_is_stale(const gck_offloaded *bytes);
 
+/* They were dropped, and keep their part of the ring: another graph reads it there, whatever runs between launches. */
+void gck_graph_fix(gck_offloaded *bytes);
+
 /* Memory of the store for them; its item's last event, if it has one, comes before the copy out.  0 or a status. */
 int gck_graph_reserve(gck_offloaded *bytes);
 

@@ -18,6 +18,7 @@ struct gck_offloaded {
     int                  copied;                 /* that is queued                                     */
     int                  ahead;                  /* it was copied in before it was asked for           */
     uint64_t             graph;                  /* in which it was copied in; 0: in none              */
+    int                  fixed;                  /* a graph reads it where its own one writes it       */
     int                  readers;                /* between bring and let go                           */
     int                  at_once;                /* there were several                                 */
     int                  written, dropped;
@@ -43,8 +44,10 @@ struct gck_offloader {
     /* Of one for a graph, see offloader_graph.h. */
     uint64_t              now;                   /* the graph that asks now; 0: none                   */
     gck_byte_store_item  *kept;                  /* owned: of bytes that were dropped                  */
+    gck_offloaded        *fixed;                 /* owned: bytes that were dropped                     */
     gck_graph_user       *users;                 /* owned: it, and others that have read its bytes     */
     _Atomic int           alive;                 /* so many of those are not gone                      */
+    int                   joined;                /* so many of its streams are in the graph `now`      */
     int                   outside;               /* work outside of graphs has read, too               */
 };
 

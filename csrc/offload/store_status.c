@@ -18,6 +18,7 @@ const char *gck_byte_store_text(int status)
     case GCK_STORE_FORKED: return "this process was forked from the one that made the store";
     case GCK_STORE_BUSY: return "it is being read";
     case GCK_STORE_RING: return "the ring has no room";
+    case GCK_STORE_PAGEABLE: return "the system refuses to pin host memory, which a captured graph needs";
     case GCK_STORE_DEVICE: return "the device refused";
     default: return status > 0 ? strerror(status) : "an unknown error";
     }

@@ -11,6 +11,7 @@ enum {
     GCK_STORE_FORKED = -15,      /* a child of the process that made it: its threads are not here                   */
     GCK_STORE_DEVICE = -16,      /* gck_offloader_status() says         */
     GCK_STORE_RING = -17,        /* the ring has no room                */
+    GCK_STORE_PAGEABLE = -18,    /* a graph needs memory that is pinned */
 };
 
 /* A sentence's part on what went wrong. */

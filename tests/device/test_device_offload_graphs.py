@@ -3,6 +3,7 @@ nothing else has."""
 
 import contextlib
 import gc
+import os
 import threading
 
 import pytest
@@ -369,3 +370,59 @@ def test_each_call_of_the_link_fails_in_a_capture(tmp_path):
     work.launch()
     assert same(found, work.expected())
     work.end()
+
+
+def test_graphs_end_while_the_main_thread_waits(tmp_path):
+    """Their memory is free when another capture wants it."""
+    work, used = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1))), []
+
+    def run():
+        for _ in range(4):
+            with work.captured():
+                work.gradients(work.forward(work.offload))
+            used.append(offloaded()["memory_used"])
+            work.end()
+
+    gradckpt.stats.reset()
+    before = offloaded()["memory_used"]
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert used == [before + LAYERS * PAYLOAD] * 4
+    assert offloaded()["copies_in"] == 4 * LAYERS
+
+
+def test_memory_that_cannot_be_pinned_serves_no_graph(tmp_path):
+    work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1), host_budget="128KiB"))
+    virtual_device.link_refuses_to_pin(True)
+    try:
+        with pytest.warns(gradckpt.GradckptInactiveWarning, match="refuses to pin"), work.captured():
+            found = work.gradients(work.forward(work.offload))
+    finally:
+        virtual_device.link_refuses_to_pin(False)
+    work.other_input(1)
+    work.launch()
+    assert same(found, work.expected())
+    assert virtual_device.kernel_errors() == 0
+    work.end()
+
+
+def test_a_child_that_was_forked_reads_nothing_of_its_parents(tmp_path):
+    """Also where it has used the place itself."""
+    pack, unpack = gradckpt.compress_saved("raw", offload=place_of(tmp_path, sizes=("20KiB", 0, 1))).hooks
+    leaf = torch.ones(ROWS, WIDTH).to("virtual").requires_grad_()
+    packed = pack(leaf * 1)
+    torch.virtual.synchronize()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            pack(leaf * 2)
+            unpack(packed)
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    assert b"this process was forked" in os.read(reader, 4096)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(reader)

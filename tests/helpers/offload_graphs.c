@@ -383,9 +383,10 @@ static void run(uint64_t seed, const char *directory)
         case 1: case 2:                          /* the first one writes; the others read that, in any order */
             input++;
             launch(1);
-            for (uint64_t g = 2; g <= (uint64_t)captured; g++) {
-                if (draw(3)) {
-                    launch(g);
+            for (uint64_t n = 0, m = draw(6); n < m && captured > 1; n++) {
+                launch(2 + draw((uint64_t)captured - 1));
+                if (draw(2)) {
+                    work(1, 0);
                 }
             }
             break;

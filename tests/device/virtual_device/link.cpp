@@ -183,9 +183,10 @@ int is_shared(int, int *shared)
 int graph_of(int, void *stream, uint64_t *graph)
 {
     Lock lock(Lock::LEAVE);
+    const int status = may_fail();
 
-    *graph = (uint64_t)(uintptr_t)((Stream *)stream)->capture;     /* which stays, see destroy() */
-    return GCK_OK;
+    *graph = status == GCK_OK ? (uint64_t)(uintptr_t)((Stream *)stream)->capture : 0;     /* which stays, see destroy() */
+    return status;
 }
 
 int unjoin(int, void *stream)
