@@ -10,6 +10,7 @@
 #include "engine/memory_use.h"
 #include "engine/offload_simulation.h"
 #include "engine/place.h"
+#include "engine/place_figures.h"
 #include "engine/region_choice.h"
 #include "engine/state.h"
 #include "engine/payload/eligible.h"
@@ -179,6 +180,8 @@ static PyMethodDef methods[] = {
      "that is far ahead waits this long for them; 0 ends it."},
     {"settle_overflow", gck_settle_overflow, METH_NOARGS,
      "settle_overflow()\n--\n\nWrite the late overflow flags, for tests."},
+    {"figures_of_ended_places", gck_figures_of_ended_places, METH_VARARGS,
+     "figures_of_ended_places(restart=False, /)\n--\n\nReturn what places have counted that ended, since a restart."},
     {"add_device", gck_add_device, METH_O, "add_device(kind, /)\n--\n\nAdd a gck_device_kind, of PrivateUse1."},
     {"make_op_policy", gck_make_op_policy, METH_VARARGS,
      "make_op_policy(rows, wanted, /)\n--\n\n"

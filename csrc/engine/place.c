@@ -326,6 +326,9 @@ static void place_dealloc(PyObject *op)
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
     }
+    if (self->store != NULL) {
+        gck_place_figures_stay(self);
+    }
     gck_place_devices_free(self);
     if (self->store != NULL) {
         Py_BEGIN_ALLOW_THREADS                   /* its threads end */

@@ -122,8 +122,10 @@ def _say_pinned(place: str, pinned: int) -> None:
 
 
 def figures(restart: bool = False) -> dict[str, int]:
-    """Return the sums over all places that are open. ``restart``: count from here."""
-    found: dict[str, int] = {}
+    """Return the sums over all places; of those that ended, what they counted. ``restart``: count
+    from here.
+    """
+    found = _C.figures_of_ended_places(restart)
     for place in list(_places.values()):
         for name, value in place.figures(restart).items():
             found[name] = found.get(name, 0) + value

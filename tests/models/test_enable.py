@@ -189,6 +189,7 @@ def test_the_values_are_of_all_keywords():
     assert VALUES.keys() == named | {*re.findall(r"``(\w+)``", listed)}
 
 
+@pytest.mark.filterwarnings("ignore:gradckpt. offload='cpu' leaves payloads where they are")
 @pytest.mark.parametrize("door", ["own", "transformers"])
 def test_every_pair_of_keywords(door):
     """Works, or is refused in one sentence: where the docs say so, and nowhere else."""

@@ -1,6 +1,7 @@
 """offload="disk": the same values, less memory, no file that stays."""
 
 import dataclasses
+import gc
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from torch import nn
 
 import gradckpt
 from gradckpt._config import set_rounding_state
+from gradckpt._engine import places
 from gradckpt._engine.places import REGIONS, SAVED, place_of
 
 SMALL = {"min_bytes": 4096, "host_budget": "256KiB"}
@@ -283,3 +285,15 @@ def test_nothing_is_left_of_a_killed_process(tmp_path, place):
     process.wait()
     time.sleep(0.1)
     assert os.listdir(tmp_path) == []
+
+
+def test_what_an_ended_place_has_counted_stays(tmp_path, place):
+    gradckpt.stats.reset()
+    for size in ("4MiB", "5MiB", "6MiB"):  # each ends where the next begins
+        gradients(compress=None, offload=gradckpt.Offload("disk", directory=tmp_path, min_bytes=1024, host_budget=size))
+        gc.collect()
+    found = gradckpt.stats()["offload"]
+    assert found["puts"] == found["gets"] > 0
+    assert found["puts"] % 3 == 0
+    assert places.figures(restart=True)["puts"] == found["puts"]
+    assert places.figures()["puts"] == 0
