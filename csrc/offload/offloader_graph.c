@@ -122,7 +122,6 @@ static gck_byte_store_item *smallest(gck_offloader *o, int64_t nbytes)
 int gck_graph_reserve(gck_offloaded *b)
 {
     gck_offloader *o = b->offloader;
-
     int status = 0;
 
     if ((b->item = smallest(o, b->nbytes)) == NULL) {
