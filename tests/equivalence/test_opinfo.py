@@ -41,6 +41,9 @@ import gradckpt
 DTYPES = ("float64", "float32", "bfloat16")
 PARTS = 2
 SOAK_PARTS = 4
+# Torch saves the noise before the kernel fills it, and the early stop comes in between: the gradient
+# reads undefined memory, which may hold the right values (docs/equivalence.md).
+UNDEFINED = ("nn_functional_rrelu",)
 
 
 # ---- one sample ----
@@ -119,11 +122,10 @@ class Sweep:
         reference = run(case, self.way.reference)
         self.counts["recomputed"] += found.calls > 1
         right = found == reference
-        if reference[:2] != expected[:2]:
-            self.torch_differs.setdefault(case.name, self.difference_of_torch(case, expected, reference))
-            # The values may be anyone's: rrelu saves its noise before the kernel fills it, and the
-            # early stop comes in between, so that the gradient reads undefined memory. The kind
-            # must be torch's.
+        if reference[:2] != expected[:2] or case.name in UNDEFINED:
+            if reference[:2] != expected[:2]:
+                self.torch_differs.setdefault(case.name, self.difference_of_torch(case, expected, reference))
+            # The values may be anyone's. The kind must be torch's.
             kinds = [outcome.raised and outcome.raised[0] for outcome in (found, reference)]
             right = kinds[0] == kinds[1]
         if not right:
