@@ -63,9 +63,15 @@ def _widen(value: Any) -> Any:
 
 
 def _returning(op: Any) -> Callable[..., Any]:
-    def run(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-        dtype = torch.float32 if dtype is None and x.dtype in _HALVES else dtype
+    place = [argument.name for argument in op._schema.arguments].index("dtype")
+
+    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if place <= len(args):  # softmax gets it by position
+            kwargs["dtype"] = args[place - 1]
+            args = args[: place - 1]
+        if kwargs.get("dtype") is None and x.dtype in _HALVES:
+            kwargs["dtype"] = torch.float32
         with torch.autocast("cpu", enabled=False):
-            return op(x, *args, dtype=dtype, **kwargs)
+            return op(x, *args, **kwargs)
 
     return run
