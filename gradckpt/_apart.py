@@ -1,4 +1,4 @@
-"""Run a trial step so that nothing of it remains: :func:`apart`.
+"""Run trial steps so that nothing of them remains: :func:`apart`, :func:`side_by_side`.
 
 Where this process can be forked, a child runs the trial and only its result comes back. Elsewhere
 the trial runs here, and afterwards gets back what can be: :mod:`gradckpt._training_state`.
@@ -18,14 +18,14 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
 from gradckpt._host_random import host_random
 
-__all__ = ["Restorable", "apart", "can_fork"]
+__all__ = ["Restorable", "apart", "can_fork", "side_by_side"]
 
 T = TypeVar("T")
 
@@ -54,7 +54,8 @@ def apart(trial: Callable[[], T], keep: Callable[[], Restorable]) -> T:
         RuntimeError: A signal has killed the child, as when memory ran out.
     """
     if can_fork():
-        answer = _run_in_child(trial)
+        with _Child(trial) as child:
+            answer = child.answer()
         if answer is not None:
             return answer.result()  # type: ignore[no-any-return]
     state = keep()
@@ -65,6 +66,26 @@ def apart(trial: Callable[[], T], keep: Callable[[], Restorable]) -> T:
         raise
     state.restore()
     return result
+
+
+def side_by_side(trials: Sequence[Callable[[], T]], progress: Callable[[int], None] = lambda number: None) -> list[T]:
+    """Return the results of trials, which run in as many children as there are processors, or here
+    in turn; ``progress`` is told the number of each before the wait for it.
+
+    Raises:
+        RuntimeError: As :func:`apart`; other exceptions of a trial arrive unchanged.
+    """
+    results = []
+    ahead = len(os.sched_getaffinity(0)) if len(trials) > 1 and can_fork() else 0
+    with contextlib.ExitStack() as stack:
+        children: list[_Child] = []
+        for number, trial in enumerate(trials):
+            while len(children) < min(number + ahead, len(trials)):
+                children.append(stack.enter_context(_Child(trials[len(children)])))
+            progress(number)
+            answer = children[number].answer() if ahead else None
+            results.append(answer.result() if answer is not None else trial())
+    return results
 
 
 def can_fork() -> bool:
@@ -113,32 +134,49 @@ class _Answer(NamedTuple):
         return self.value
 
 
-def _run_in_child(trial: Callable[[], Any]) -> _Answer | None:
-    """Return what a child answers, None if the trial has to run here."""
-    rewind = host_random()  # Python seeds its generator anew in each child
-    with open(os.memfd_create("gradckpt"), "r+b") as file:  # closed, its pages are free
-        alive, held = os.pipe()
+class _Child:
+    """A child that runs a trial; the end of the ``with`` block ends it."""
+
+    def __init__(self, trial: Callable[[], Any]) -> None:
+        rewind = host_random()  # Python seeds its generator anew in each child
+        self._file = open(os.memfd_create("gradckpt"), "r+b")  # noqa: SIM115  # closed, its pages are free
+        self._alive, held = os.pipe()
+        self._pid = 0
         try:
-            pid = _fork()
-            if not pid:
-                _be_child(trial, rewind, file)
-            os.close(held)
-            held = -1
-            status = _wait(pid, alive)
+            self._pid = _fork()
+            if not self._pid:
+                _be_child(trial, rewind, self._file)
+        except BaseException:
+            self.__exit__()
+            raise
         finally:
-            os.close(alive)
-            if held >= 0:
-                os.close(held)
-        if status is None:
+            os.close(held)
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pid:
+            _end(self._pid)
+        self._file.close()
+        os.close(self._alive)
+
+    def answer(self) -> _Answer | None:
+        """Return what it answers, None if the trial has to run here.
+
+        Raises:
+            RuntimeError: A signal has killed it.
+        """
+        if not _wait(self._pid, self._alive):
             return None
+        status, self._pid = _status(self._pid), 0
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
-            raise RuntimeError(
-                f"gradckpt: {name} has killed a trial step, as happens when memory runs out; pass a smaller batch"
-            )
+            why = ", as happens when memory runs out; pass a smaller batch" if name == "SIGKILL" else ""
+            raise RuntimeError(f"gradckpt: {name} has killed a trial step{why or '; measure the step in a script'}")
         if os.WEXITSTATUS(status):
             return None
-        answer: _Answer = torch.load(f"/proc/self/fd/{file.fileno()}", "cpu", weights_only=False, mmap=True)
+        answer: _Answer = torch.load(f"/proc/self/fd/{self._file.fileno()}", "cpu", weights_only=False, mmap=True)
         return answer
 
 
@@ -154,25 +192,27 @@ def _fork() -> int:
         return os.fork()
 
 
-def _wait(pid: int, alive: int) -> int | None:
-    """Return the status of a child, None if it was ended since it waited for nothing."""
-    ended = False
+def _wait(pid: int, alive: int) -> bool:
+    """Return whether a child has ended; False: it waits for nothing."""
+    seconds = -1
+    while not select.select([alive], [], [], _IDLE)[0]:
+        before, seconds = seconds, _processor_seconds(pid)
+        if seconds == before:
+            return False
+    return True
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    _status(pid)
+
+
+def _status(pid: int) -> int:
     try:
-        seconds = -1
-        while not select.select([alive], [], [], _IDLE)[0]:
-            before, seconds = seconds, _processor_seconds(pid)
-            if seconds == before:
-                return None
-        ended = True
-    finally:
-        if not ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        try:
-            _, status = os.waitpid(pid, 0)
-        except ChildProcessError:  # SIGCHLD is ignored
-            status = 0
-    return status
+        return os.waitpid(pid, 0)[1]
+    except ChildProcessError:  # SIGCHLD is ignored
+        return 0
 
 
 def _processor_seconds(pid: int) -> int:

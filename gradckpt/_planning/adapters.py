@@ -10,25 +10,31 @@ import torch
 from torch import nn
 
 from gradckpt._planning.frozen_weights import QuantizedLinear, is_linear, linear_sizes
+from gradckpt._planning.words import STORED, dtype_name
 
 __all__ = ["Lora", "add_adapters", "parse_lora"]
 
 
-_EXAMPLE = "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
+_EXAMPLE = "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,dtype=bf16"
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """A LoRA configuration with PEFT's defaults; without targets, all linear layers have one."""
+    """A LoRA configuration with PEFT's defaults; without targets, all linear layers have one.
+    ``dtype``: of the adapters; PEFT makes them float32, TRL's trainers bfloat16 where the rest is
+    quantized.
+    """
 
     r: int
     alpha: float = 8
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float32
 
 
 def parse_lora(text: str) -> Lora:
-    """Return the configuration that ``"r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"`` means.
+    """Return the configuration that a text means, as
+    ``"r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,dtype=bf16"``.
 
     Raises:
         ValueError: An entry is unknown or has no such value, or ``r`` is missing.
@@ -38,6 +44,7 @@ def parse_lora(text: str) -> Lora:
         "alpha": float,
         "dropout": float,
         "targets": lambda names: tuple(names.split("+")),
+        "dtype": lambda name: STORED[dtype_name(name)],
     }
     given: dict[str, Any] = {}
     for entry in text.split(","):
@@ -46,8 +53,9 @@ def parse_lora(text: str) -> Lora:
             raise ValueError(f"gradckpt: unknown LoRA setting {entry.strip()!r}; write {_EXAMPLE}")
         try:
             given[key] = read[key](value)
-        except ValueError:
-            raise ValueError(f"gradckpt: LoRA setting {key} is not a number: {value!r}; write {_EXAMPLE}") from None
+        except (ValueError, KeyError):
+            what = "no dtype" if key == "dtype" else "not a number"
+            raise ValueError(f"gradckpt: LoRA setting {key} is {what}: {value!r}; write {_EXAMPLE}") from None
     if given.get("r", 0) < 1:
         raise ValueError(f"gradckpt: a LoRA rank of {given.get('r')}; write {_EXAMPLE}")
     if not 0 <= given.get("dropout", 0) < 1:
@@ -56,15 +64,15 @@ def parse_lora(text: str) -> Lora:
 
 
 class _Adapted(nn.Module):
-    """A frozen linear layer with an adapter, which is float32 as PEFT keeps it."""
+    """A frozen linear layer with an adapter."""
 
     def __init__(self, base_layer: Any, lora: Lora) -> None:
         super().__init__()
         in_features, out_features = linear_sizes(base_layer)
         self.base_layer = base_layer
         self.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
-        self.lora_A = nn.Linear(in_features, lora.r, bias=False, dtype=torch.float32)
-        self.lora_B = nn.Linear(lora.r, out_features, bias=False, dtype=torch.float32)
+        self.lora_A = nn.Linear(in_features, lora.r, bias=False, dtype=lora.dtype)
+        self.lora_B = nn.Linear(lora.r, out_features, bias=False, dtype=lora.dtype)
         self.scaling = lora.alpha / lora.r
 
     @property
@@ -83,13 +91,13 @@ class _Adapted(nn.Module):
         result: torch.Tensor = self.base_layer(x)
         dtype = result.dtype
         if not isinstance(self.base_layer, QuantizedLinear):  # peft/tuners/lora/layer.py
-            result = result + self._delta(x.to(torch.float32))
+            result = result + self._delta(x.to(self.lora_A.weight.dtype))
             return result.to(dtype)
         if self.base_layer.compute_dtype is not None:  # peft/tuners/lora/bnb.py, its layer of 4 bits
             result = result.clone()
         if torch.is_autocast_enabled("cpu"):
             return result + self._delta(x)
-        return result + self._delta(x.to(torch.float32)).to(dtype)
+        return result + self._delta(x.to(self.lora_A.weight.dtype)).to(dtype)
 
     def _delta(self, x: torch.Tensor) -> torch.Tensor:
         delta: torch.Tensor = self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling

@@ -15,14 +15,16 @@ from gradckpt._offload import PLACES, Offload
 from gradckpt._planning import devices
 from gradckpt._planning.budget import Budget, size_budget
 from gradckpt._planning.comparison import compare_source
-from gradckpt._planning.config_model import DTYPES, ConfigModel
+from gradckpt._planning.config_model import PREPARE, ConfigModel
 from gradckpt._planning.config_profile import plan_source
 from gradckpt._planning.frozen_weights import FORMATS
 from gradckpt._planning.links import LINKS, Link, parse_link
+from gradckpt._planning.losses import LOSSES
 from gradckpt._planning.options import allowed
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS
 from gradckpt._planning.step_profile import NoPlan
 from gradckpt._planning.values import NotOnPaper
+from gradckpt._planning.words import MIXED, STORED
 from gradckpt._sizes import parse_bytes
 
 __all__ = ["main", "parser"]
@@ -33,7 +35,7 @@ choose for each region what is kept, compressed or recomputed, so that the step 
 
 _EPILOG = """examples:
   gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 32768 --lora r=16 --device RTX-4090
-  gradckpt plan ./config.json --tokens 131072 --gpus 8 --shard fsdp --loss chunked --memory 80GB
+  gradckpt plan ./config.json --tokens 131072 --gpus 8 --shard fsdp --loss liger --memory 80GB
   gradckpt plan ./config.json --tokens 8192 --device H100-SXM --budget 90% --compress int8 --save plan.json
 
 A hub id needs a network, once. "allocated" is what torch's allocator hands out at the peak, "needed"
@@ -57,13 +59,19 @@ def parser() -> argparse.ArgumentParser:
     add("config", metavar="CONFIG", help=source)
     add("--tokens", type=_number, metavar="N", help="length of a sequence, as in 32768 or 32k; not for images")
     add("--batch", type=_number, default=1, metavar="N", help="sequences or images of one device; default 1")
-    add("--dtype", choices=DTYPES, default="bf16", help="of parameters; bf16-mixed: float32 under autocast")
-    add("--lora", metavar="r=16[,targets=q_proj+v_proj]", help="train adapters; default: on all linear layers")
+    dtypes = ", ".join((*STORED, *MIXED))
+    add("--dtype", default="bf16", metavar="DTYPE", help=f"of parameters, of: {dtypes} (float32 under autocast)")
+    lora = "train adapters; default: float32, on all linear layers but the output head"
+    add("--lora", metavar="r=16[,targets=q_proj+v_proj][,dtype=bf16]", help=lora)
     add("--weights", choices=FORMATS, help="how frozen weights are stored, with --lora")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default adamw")
+    prepare = "with --weights: the others in float32, by prepare_model_for_kbit_training (default), or as loaded"
+    add("--prepare", choices=PREPARE, help=prepare)
+    optimizers = ", ".join(OPTIMIZERS)
+    add("--optimizer", default="adamw", metavar="NAME", help=f"default adamw, of: {optimizers}")
     add("--gpus", type=_number, default=1, metavar="N", help="devices that train together; default 1")
     add("--shard", choices=SHARDS, help="what they divide among them")
-    add("--loss", choices=("model", "chunked"), default="model", help="the model's own, or in chunks of tokens")
+    loss = "the model's own (default), or without all logits, as TRL, Liger or torch's linear_cross_entropy"
+    add("--loss", choices=("model", *LOSSES), default="model", help=loss)
     add("--accumulate", action="store_true", help="gradients of earlier batches exist when the step begins")
     add("--memory", type=_size, metavar="SIZE", help="of one device: 24GiB, 24GB or bytes")
     add("--budget", metavar="SIZE", help="choose an option for each region: 60GiB, 90%% or activations:6GiB")
@@ -78,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host-budget", type=_size, metavar="SIZE", help="of --offload: what host memory may hold; default: all")
     add("--save", metavar="FILE", help="write the plan of --budget, for gradckpt.enable(model, plan=FILE)")
     add("--device", type=_device, metavar="NAME", help="one of: " + ", ".join(d.name for d in devices.DEVICES))
+    add("--traceback", action="store_true", help="show where an error of another library comes from")
     add("--json", action="store_true", help="print one JSON document on stdout, nothing else")
     return made
 
@@ -124,6 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plan that the arguments ask for; return the exit status."""
     made = parser()
     options = made.parse_args(arguments)
+    source: ConfigModel | None = None
     try:
         budget, place = _budget(options), _place(options)
         link = None if options.link is None else parse_link(options.link)
@@ -134,6 +144,7 @@ def main(arguments: Sequence[str]) -> int:
                 dtype=options.dtype,
                 lora=options.lora,
                 weights=options.weights,
+                prepare=options.prepare,
                 optimizer=options.optimizer,
                 gpus=options.gpus,
                 shard=options.shard,
@@ -145,13 +156,37 @@ def main(arguments: Sequence[str]) -> int:
                 if budget is None
                 else _plan(options, source, budget, place, link, progress)
             )
-    except (ValueError, ImportError, OSError) as error:
-        made.error(str(error).removeprefix("gradckpt: "))
     except NotOnPaper as error:
-        made.error(f"this model asks for values ({error}); call gradckpt.plan(model, batch) in your script instead")
+        made.error(f"this model asks for values ({error}); {_IN_SCRIPT}")
+    except Exception as error:
+        if options.traceback:
+            raise
+        made.error(_in_a_sentence(error, options, source))
     print(json.dumps(data, indent=2) if options.json else text)
     return status
 
+
+#: The way out where a config is not enough.
+_IN_SCRIPT = "call gradckpt.plan(model, batch) in your script instead"
+
+
+def _in_a_sentence(error: Exception, options: argparse.Namespace, source: ConfigModel | None) -> str:
+    """Return what went wrong; our own errors say all, those of other libraries not where."""
+    text = " ".join(str(error).split())
+    if text.startswith("gradckpt: "):
+        return text.removeprefix("gradckpt: ")
+    if len(text) > _LONG:
+        text = f"{text[:_LONG]}..."
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if source is None:
+        return f"{options.config} gives no model ({what}); correct it (--traceback shows where)"
+    name = type(source.model).__name__
+    size = f" of {options.tokens:,} tokens" if options.tokens is not None else ""
+    return f"{name} cannot run a step{size} ({what}); {_IN_SCRIPT} (--traceback shows where)"
+
+
+#: Characters of another library's message.
+_LONG = 300
 
 #: What is printed as JSON or as text, and the exit status.
 _Answer = tuple[dict[str, Any], str, int]
@@ -228,19 +263,22 @@ def _budget(options: argparse.Namespace) -> Budget | None:
             if value is not None:
                 raise ValueError(f"gradckpt: {flag} needs a budget; add one, as in --budget 60GiB")
         return None
-    if options.memory is not None:
-        raise ValueError("gradckpt: --budget and --memory exclude each other; leave --memory out")
     if options.save is not None:
         _check_save(options)
 
     def total() -> int:
+        if options.memory is not None:
+            return int(options.memory)
         if options.device is None:
             raise ValueError(
-                f"gradckpt: {options.budget} of which device is unknown; add --device, as in --device H200"
+                f"gradckpt: {options.budget} of which device is unknown; add --device or --memory, as in --device H200"
             )
         return int(options.device.memory)
 
-    return size_budget(options.budget, total)
+    budget = size_budget(options.budget, total)
+    if options.memory is not None and not budget.step_only and budget.size > options.memory:
+        raise ValueError(f"gradckpt: --budget {options.budget} is above --memory; give less")
+    return budget
 
 
 def _check_save(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,17 +14,17 @@ import torch
 from torch.nn import Module
 
 from gradckpt import _C
-from gradckpt._apart import apart
+from gradckpt._apart import apart, side_by_side
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
 from gradckpt._planning.blocks import find_blocks, shortened, unrolled
 from gradckpt._planning.devices import Device
 from gradckpt._planning.estimates import rates_of
 from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
+from gradckpt._planning.longest import longest
 from gradckpt._planning.needed_memory import held_blocks, memory_use
 from gradckpt._planning.sharded import gradient_bytes, parameter_bytes, real_steps
 from gradckpt._planning.step_trace import Peak, StateBeforePaper, StepTrace, apart_on_paper, scaled, trace_step
-from gradckpt._planning.values import NotOnPaper
 from gradckpt._settings import READY, Setting
 from gradckpt._sizes import parse_bytes
 from gradckpt._stats import format_bytes, uncounted
@@ -52,8 +53,8 @@ __all__ = [
 
 logger = logging.getLogger("gradckpt")
 
-#: Lengths whose step is run on paper, to find one that fits.
-_CHECKS = 4
+#: Seconds of a step on paper from which on no longer one is looked for.
+_SLOW = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,14 +285,12 @@ def compare_source(
     limit = memory if memory is not None else device.memory if device is not None else None
     fixed = {**source.fixed, **source.extra}
     held, blocks_held = sum(fixed.values()), held_blocks(source.model, fixed)
-    blocks = find_blocks(source.model)
-    lengths = [tokens] if tokens is None or limit is None or tokens < 64 else [tokens, tokens // 2, tokens // 4]
+    blocks = find_blocks(source.model, source.modules)
     rates = None if device is None else rates_of(device, source.computes_in_16_bits)
-    rows = []
-    with shortened(source.model, blocks) as short:
 
-        def trace(setting: Setting, length: int | None, concentrated: bool = False) -> StepTrace:
-            with quiet(), setting.active(source.model):
+    def trace(setting: Setting, length: int | None, concentrated: bool = False) -> StepTrace:
+        with shortened(source.model, blocks) as short:
+            with quiet(), setting.active(source.model, source.modules):
                 found = trace_step(
                     source.model,
                     lambda _: source.run(length, batch),
@@ -300,82 +299,32 @@ def compare_source(
                     cuda=True,
                 )
             short.repeat(found.segments)
-            return StepTrace(unrolled(scaled(found.segments, source.gradient_scale)), found.data_dependent)
+        return StepTrace(unrolled(scaled(found.segments, source.gradient_scale)), found.data_dependent)
 
-        def needed_by(found: StepTrace) -> int:
-            return int(memory_use(found.segments, blocks_held)["needed"])
+    def needed_by(found: StepTrace) -> int:
+        return int(memory_use(found.segments, blocks_held)["needed"])
 
-        for setting in READY:
-            progress(setting.name)
-            traces = [trace(setting, length) for length in lengths]
-            first = traces[0]
-            peak = first.peak()
-            more: dict[str, Any] = {"seconds": None if rates is None else rates.of_step(first)}
-            largest = first
-            if first.data_dependent:
-                largest = trace(setting, tokens, True)
-                more["at_most"] = held + largest.peak().size
-            more["needed"] = needed_by(largest)
-            if len(traces) == 3 and limit is not None:
-                longest = _longest(lengths, traces, source.positions, limit - held)
+    def row(setting: Setting) -> Row:
+        began = time.monotonic()
+        first = largest = trace(setting, tokens)
+        more: dict[str, Any] = {"seconds": None if rates is None else rates.of_step(first)}
+        if first.data_dependent:
+            largest = trace(setting, tokens, True)
+            more["at_most"] = held + largest.peak().size
+        needed = more["needed"] = needed_by(largest)
+        if tokens is not None and limit is not None and time.monotonic() - began < _SLOW:
 
-                def needed_at(
-                    length: int, setting: Setting = setting, concentrated: bool = first.data_dependent
-                ) -> int:
-                    return needed_by(trace(setting, length, concentrated))
+            def needed_at(length: int) -> int:
+                return needed_by(trace(setting, length, first.data_dependent))
 
-                more["longest"] = _checked(longest, needed_at, held, limit)
-            rows.append(_row(setting, peak, held, limit, **more))
-    return Comparison(tuple(rows), fixed, limit, tuple(source.about), tokens, as_flags(source.flags, source.takes))
+            more["longest"] = longest(tokens, needed, needed_at, held, limit, source.positions)
+        return _row(setting, first.peak(), held, limit, **more)
 
-
-def _longest(lengths: list[Any], traces: list[StepTrace], positions: int | None, limit: int) -> int | None:
-    """Return the most tokens with which no segment's peak exceeds the limit.
-
-    A segment's peak is a polynomial of degree two: of degree one, except where attention keeps its
-    weights.
-    """
-    points = [[peak.size for peak in trace.peaks()] for trace in traces]
-    if len({len(sizes) for sizes in points}) != 1:
-        return None
-
-    def peak_at(length: int) -> float:
-        return max(_through(lengths, values, length) for values in zip(*points, strict=True))
-
-    low, high = 0, positions or 2**26
-    if peak_at(high) <= limit:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if peak_at(middle) <= limit else (low, middle)
-    return low
-
-
-def _checked(longest: int | None, needed: Callable[[int], int], held: int, limit: int) -> int | None:
-    """Return about as many tokens, which the device's allocator can run within the limit."""
-    for _ in range(_CHECKS):
-        if not longest:
-            break
-        try:
-            found = needed(longest)
-        except NotOnPaper:  # so long a step asks for values that a shorter one knows: the parabola alone
-            return longest
-        if found <= limit:
-            break
-        longest = min(longest - 1, int(longest * (limit - held) / (found - held)))
-    return longest
-
-
-def _through(xs: list[int], ys: Sequence[float], x: int) -> float:
-    """Return the value at x of the parabola through three points."""
-    total = 0.0
-    for i, (xi, yi) in enumerate(zip(xs, ys, strict=True)):
-        weight = 1.0
-        for j, xj in enumerate(xs):
-            if j != i:
-                weight *= (x - xj) / (xi - xj)
-        total += weight * yi
-    return total
+    rows = side_by_side([functools.partial(row, each) for each in READY], lambda number: progress(READY[number].name))
+    about = list(source.about)
+    if tokens is not None and limit is not None and any(each.longest is None for each in rows):
+        about.append("The longest sequence is unknown where a step on paper takes long; try others with --tokens.")
+    return Comparison(tuple(rows), fixed, limit, tuple(about), tokens, as_flags(source.flags, source.takes))
 
 
 # ---- text ----

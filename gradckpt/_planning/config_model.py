@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from gradckpt._planning.adapters import add_adapters, parse_lora
+from gradckpt._models.kinds import repeated_blocks
+from gradckpt._planning.adapters import Lora, add_adapters, parse_lora
 from gradckpt._planning.autocast import cuda_autocast
-from gradckpt._planning.frozen_weights import FORMATS, quantize
+from gradckpt._planning.blocks import find_blocks
+from gradckpt._planning.frozen_weights import FORMATS, QuantizedLinear, quantize
+from gradckpt._planning.losses import LOSSES
 from gradckpt._planning.model_source import open_source
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS, divide
+from gradckpt._planning.words import MIXED, STORED, dtype_name, optimizer_name
 from gradckpt._stats import format_bytes
 from gradckpt._training_step import loss_of
 
-__all__ = ["DTYPES", "ConfigModel"]
+__all__ = ["PREPARE", "ConfigModel"]
 
-#: Name -> dtype of the parameters, and that of autocast.
-DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
-    "bf16": (torch.bfloat16, None),
-    "fp16": (torch.float16, None),
-    "fp32": (torch.float32, None),
-    "bf16-mixed": (torch.float32, torch.bfloat16),
-}
-
-#: Tokens whose logits exist at the same time with a chunked loss.
-_CHUNK = 1024
+#: Who prepares a quantized model for training: PEFT, by casting what is not quantized, or nobody.
+PREPARE = ("peft", "none")
 
 
 class ConfigModel:
@@ -56,44 +52,51 @@ class ConfigModel:
         dtype: str = "bf16",
         lora: str | None = None,
         weights: str | None = None,
+        prepare: str | None = None,
         optimizer: str = "adamw",
         gpus: int = 1,
         shard: str | None = None,
         loss: str = "model",
         accumulate: bool = False,
     ) -> None:
-        stored, self.autocast = DTYPES[_known("dtype", dtype, DTYPES)]
-        _known("optimizer", optimizer, OPTIMIZERS)
-        _known("loss", loss, ("model", "chunked"))
+        dtype = _dtype(dtype)
+        stored, self.autocast = STORED.get(dtype, torch.float32), MIXED.get(dtype)
+        optimizer = _known("optimizer", optimizer_name(optimizer), OPTIMIZERS)
+        _known("loss", loss, ("model", *LOSSES))
         adapters = None if lora is None else parse_lora(lora)
         if adapters is not None and stored.itemsize == 2:
             self.autocast = stored  # PEFT keeps adapters in float32
         if weights is not None:
             _known("weights", weights, FORMATS)
             if adapters is None:
-                raise ValueError(f"gradckpt: weights in {weights} cannot be trained; add lora, as in r=16")
+                raise ValueError(f"gradckpt: weights in {weights} cannot be trained; add --lora, as in --lora r=16")
+        if prepare is not None:
+            _known("prepare", prepare, PREPARE)
+            if weights is None:
+                raise ValueError("gradckpt: --prepare is for quantized weights; add them, as in --weights nf4")
         if shard is not None:
             _known("shard", shard, SHARDS)
         if gpus > 1 and shard is None:
             raise ValueError(
-                f"gradckpt: {gpus} devices, and nothing says what they share; add one of: {', '.join(SHARDS)}"
+                f"gradckpt: {gpus} devices, and nothing says what they share; add --shard with one of: "
+                f"{', '.join(SHARDS)}"
             )
         if gpus < 2 and shard is not None:
-            raise ValueError(f"gradckpt: {shard} needs more than one device; give their number")
+            raise ValueError(f"gradckpt: {shard} needs more than one device; add their number, as in --gpus 8")
 
-        small = {"--lora": adapters, "--weights": weights, "--shard": shard, "--loss": loss == "chunked"}
+        small = {"--lora": adapters, "--weights": weights, "--shard": shard, "--loss": loss != "model"}
         self.flags = [flag for flag, given in {**small, "--optimizer": optimizer != "adamw"}.items() if given]
         # FSDP gathers weights in the dtype of autocast, so that nothing is left to cast.
         gathers = self.autocast is not None and shard in ("fsdp", "zero3")
         built = open_source(source, (self.autocast or stored) if gathers else stored)
         self.model, self.takes, self.positions = built.model, built.takes, built.positions
         self._arguments, self._head = built.arguments, built.head
-        if loss == "chunked" and not self._is_causal():
+        if loss != "model" and not self._is_causal():
             name = type(self.model).__name__
-            raise ValueError(f"gradckpt: {name} has no causal language model's head; leave out loss='chunked'")
+            raise ValueError(f"gradckpt: {name} has no causal language model's head; leave out --loss {loss}")
         self.about = [self._headline(dtype), *built.about]
         if weights is not None:
-            self.about.append(self._quantize(weights, self.autocast or stored))
+            self.about += self._quantize(weights, self.autocast or stored, prepare or "peft")
         if adapters is not None:
             self.about.append(self._adapt(adapters))
         held = divide(self.model, optimizer, gpus, shard, stored if gathers else None)
@@ -107,12 +110,12 @@ class ConfigModel:
         states = f"Optimizer {optimizer}: {format_bytes(self.fixed['optimizer states'])} of states"
         fused = ", and a fused step, the Trainer's default, which needs no other memory" if optimizer == "adamw" else ""
         self.about.append(f"{states}{fused}.")
-        if loss == "chunked":
-            self.model.forward = self._chunked_loss  # as Liger exchanges it
-            self.about.append(
-                f"Loss in chunks of {_CHUNK:,} tokens, each computed again in backward; "
-                "the Trainer's use_liger_kernel=True does the like."
-            )
+        if loss != "model":
+            self._loss = LOSSES[loss].of
+            self.model.forward = self._without_logits  # as Liger and TRL exchange it
+            self.about.append(LOSSES[loss].about)
+        elif self._is_causal():
+            self.about.append("Loss as transformers computes it, which holds the logits of all tokens (--loss model).")
 
     @property
     def computes_in_16_bits(self) -> bool:
@@ -171,56 +174,102 @@ class ConfigModel:
             *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
         }
 
-    def _chunked_loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _without_logits(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         base: Any = self.model.base_model
-        hidden = base(input_ids=input_ids)[0].flatten(0, 1).split(_CHUNK)
-        shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten().split(_CHUNK)
-        losses = [
-            checkpoint(self._loss_of_chunk, part, targets, use_reentrant=False)
-            for part, targets in zip(hidden, shifted, strict=True)
-        ]
-        total: torch.Tensor = torch.stack(losses).sum()
-        return total
-
-    def _loss_of_chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         assert self._head is not None
-        return nn.functional.cross_entropy(self._head(hidden).float(), labels, reduction="sum")
+        return self._loss(base(input_ids=input_ids)[0], self._head, labels)
+
+    @functools.cached_property
+    def modules(self) -> list[type[nn.Module]] | None:
+        """The classes of the blocks to checkpoint, None: those that enable() chooses.
+
+        Raises:
+            ValueError: There are none.
+        """
+        try:
+            find_blocks(self.model)
+        except ValueError:
+            kinds = [each.kind for each in repeated_blocks(self.model)]
+        else:
+            return None
+        name = type(self.model).__name__
+        if not kinds:
+            raise ValueError(
+                f"gradckpt: {name} has no blocks that repeat; call gradckpt.plan(model, batch, modules=...) in your "
+                "script"
+            )
+        names = ", ".join(kind.__name__ for kind in kinds)
+        self.about.append(f"transformers cannot checkpoint {name}: the lines take modules=({names},), too.")
+        return kinds
 
     def _headline(self, dtype: str) -> str:
         n = sum(p.numel() for p in self.model.parameters())
         return f"{type(self.model).__name__} with {_count(n)} parameters, {_DTYPE_SENTENCES[dtype]}."
 
-    def _quantize(self, bits: str, compute_dtype: torch.dtype) -> str:
+    def _quantize(self, bits: str, compute_dtype: torch.dtype, prepare: str) -> list[str]:
         head = self._head if self._head is not None else list(self.model.modules())[-1]
         with torch.device("meta"):
             n = quantize(self.model, bits, compute_dtype, head)
-        rest = sum(p.numel() for p in self.model.parameters())
-        text = (
-            f"Frozen weights in {bits}, as bitsandbytes stores them: {_count(n)}; the other {_count(rest)} as they are."
-        )
+        left = [p for p in self.model.parameters() if p.dtype.itemsize == 2]
+        if prepare == "peft":
+            for p in left:
+                p.data = p.data.float()
+        rest = _count(sum(p.numel() for p in self.model.parameters()))
+        text = [f"Frozen weights in {bits}, as bitsandbytes stores them{_STORED_SENTENCES[bits]}: {_count(n)}."]
+        if prepare == "peft":
+            text.append(
+                f"The other {rest} in float32, as PEFT's prepare_model_for_kbit_training casts them; TRL does not "
+                "(--prepare none)."
+            )
+        else:
+            text.append(f"The other {rest} as they are loaded, as TRL leaves them (--prepare none).")
         if bits == "int8":
-            text += " Its layers hold their inputs where checkpointing does not free them."
+            text.append("Its layers hold their inputs where checkpointing does not free them; no outliers are counted.")
         return text
 
-    def _adapt(self, lora: Any) -> str:
+    def _adapt(self, lora: Lora) -> str:
         with torch.device("meta"):
             layers = add_adapters(self.model, lora, self._head, self.takes == "tokens")
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         where = "+".join(lora.targets) or "all linear layers but the output head"
-        text = f"LoRA of rank {lora.r} on {where} ({layers}): {_count(trained)} trainable parameters in float32"
-        return f"{text}, under autocast as with the Trainer's bf16=True or fp16=True." if self.autocast else f"{text}."
+        dtype = str(lora.dtype).removeprefix("torch.")
+        text = f"LoRA of rank {lora.r} on {where} ({layers}): {_count(trained)} trainable parameters in {dtype}"
+        if lora.dtype == torch.float32:
+            text += ", PEFT's default"
+            quantized = any(isinstance(module, QuantizedLinear) for module in self.model.modules())
+            text += f" (TRL's here: --lora r={lora.r},dtype=bf16)" if quantized else ""
+        return f"{text}; under autocast, as with the Trainer's bf16=True or fp16=True." if self.autocast else f"{text}."
 
+
+_STORED_SENTENCES = {
+    "nf4": " (without nested scales, its default: --weights nf4-nested has them)",
+    "nf4-nested": " with bnb_4bit_use_double_quant=True",
+    "int8": "",
+}
 
 _DTYPE_SENTENCES = {
     "bf16": "all in bfloat16",
     "fp16": "all in float16",
     "fp32": "all in float32",
     "bf16-mixed": "in float32 under autocast to bfloat16",
+    "fp16-mixed": "in float32 under autocast to float16",
 }
 
 
 def _count(n: int) -> str:
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" if n >= 1e5 else f"{n:,}"
+
+
+def _dtype(text: str) -> str:
+    """Return our name of a dtype.
+
+    Raises:
+        ValueError: It is unknown; the message lists them.
+    """
+    try:
+        return dtype_name(text)
+    except ValueError:
+        return _known("dtype", text, (*STORED, *MIXED))
 
 
 def _known(what: str, value: str, names: Iterable[str]) -> str:

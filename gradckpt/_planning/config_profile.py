@@ -83,7 +83,7 @@ class ConfigProfile(StepProfile):
         self._profiled = False
         self.hints = as_flags(source.flags, source.takes)
         with quiet():
-            blocks = find_blocks(source.model)
+            blocks = find_blocks(source.model, source.modules)
         self._traced: dict[tuple[tuple[Option, ...], bool], StepTrace] = {}
         offload = None if placement is None else placement.offload
         super().__init__(source.model, blocks, allowed(compress, False, offload), placement)

@@ -14,7 +14,7 @@ from torch import nn
 
 __all__ = ["FORMATS", "QuantizedLinear", "is_linear", "linear_sizes", "quantize"]
 
-#: Values of one nf4 scale (a byte), and scales of one second-level scale (float32).
+#: Values of one nf4 scale, and scales of one second-level scale.
 _BLOCK, _BLOCKS = 64, 256
 
 
@@ -33,9 +33,19 @@ def linear_sizes(module: Any) -> tuple[int, int]:
 
 def _nf4(out_features: int, in_features: int) -> dict[str, torch.Tensor]:
     n = out_features * in_features
-    blocks = -(-n // _BLOCK)
     return {
         "packed": torch.empty(-(-n // 2), dtype=torch.uint8),
+        "scales": torch.empty(-(-n // _BLOCK), dtype=torch.float32),
+        "code": torch.empty(16, dtype=torch.float32),
+    }
+
+
+def _nested(out_features: int, in_features: int) -> dict[str, torch.Tensor]:
+    """As _nf4, with scales in 8 bits: bnb_4bit_use_double_quant=True."""
+    made = _nf4(out_features, in_features)
+    blocks = len(made["scales"])
+    return {
+        **made,
         "scales": torch.empty(blocks, dtype=torch.uint8),
         "scales_of_scales": torch.empty(-(-blocks // _BLOCKS), dtype=torch.float32),
     }
@@ -49,7 +59,7 @@ def _int8(out_features: int, in_features: int) -> dict[str, torch.Tensor]:
 
 
 def _dequantize_nf4(layer: QuantizedLinear, dtype: torch.dtype) -> torch.Tensor:
-    scales = layer.scales.float()  # the scales come first, in float32; they die when the weight is written
+    scales = layer.scales.float()  # of nested scales those in float32, which die when the weight is written
     weight = torch.empty(layer.out_features, layer.in_features, dtype=dtype)
     del scales
     return weight
@@ -103,6 +113,7 @@ _Tensors = Callable[[int, int], dict[str, torch.Tensor]]
 #: Name -> the tensors of a weight, and its product with an input.
 FORMATS: dict[str, tuple[_Tensors, type[torch.autograd.Function]]] = {
     "nf4": (_nf4, _Matmul4Bit),
+    "nf4-nested": (_nested, _Matmul4Bit),
     "int8": (_int8, _Matmul8Bit),
 }
 
@@ -118,7 +129,7 @@ class QuantizedLinear(nn.Module):
         tensors, self.product = FORMATS[bits]
         self.in_features, self.out_features = linear_sizes(linear)
         # Inputs of int8 layers are quantized in any dtype; those of nf4 layers are cast first.
-        self.compute_dtype = compute_dtype if bits == "nf4" else None
+        self.compute_dtype = None if bits == "int8" else compute_dtype
         for name, tensor in tensors(self.out_features, self.in_features).items():
             self.register_buffer(name, tensor)
         self.bias = linear.bias

@@ -11,7 +11,7 @@ __all__ = ["IN_PYTHON", "advice", "as_flags"]
 
 #: Part -> what lowers it, for ``gradckpt.plan``.
 IN_PYTHON: Mapping[str, Sequence[str]] = {
-    "loss": ("compute the loss in chunks, as use_liger_kernel=True of the Trainer does",),
+    "loss": ("compute the loss in chunks, as TRL, Liger or torch's linear_cross_entropy do",),
     "kept": ("train on a smaller batch",),
     "working": ("checkpoint smaller modules (modules=)", "train on a smaller batch"),
     "trained": ("train adapters alone", "shard the model"),
@@ -21,7 +21,7 @@ IN_PYTHON: Mapping[str, Sequence[str]] = {
 
 #: Part -> flags of the command, each with what it does.
 _FLAGS = {
-    "loss": {"--loss": "compute it in chunks (--loss chunked)"},
+    "loss": {"--loss": "compute it in chunks (--loss trl, liger or torch)"},
     "kept": {},
     "working": {},
     "trained": {

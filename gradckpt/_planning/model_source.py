@@ -170,8 +170,7 @@ def _from_config(entries: dict[str, Any], dtype: torch.dtype) -> Source:
     labels = next((labels for name, labels in _LABELS.items() if re.search(name, kind.__name__)), None)
     main = getattr(kind, "main_input_name", "input_ids")
     if labels is None or main not in _INPUTS:
-        known = "a language model, masked or causal, or one for classification or question answering"
-        raise ValueError(f"gradckpt: the loss of {kind.__name__} is unknown; name {known} in 'architectures'")
+        raise ValueError(_unknown(kind, labels is None, main, entries, transformers))
     if config.is_encoder_decoder:
         for name in ("pad_token_id", "decoder_start_token_id"):  # the values of tokens have no effect on paper
             if getattr(config, name, None) is None:
@@ -193,10 +192,30 @@ def _from_config(entries: dict[str, Any], dtype: torch.dtype) -> Source:
     if config.is_encoder_decoder:
         about.append("Inputs and labels have the same number of tokens.")
     if takes == "images":
-        about.append("Images of {} x {} pixels.".format(*_image_size(config)))
+        known = "" if _sizes_of_images(config) else ", since the config does not say (add image_size)"
+        about.append("Images of {} x {} pixels{}.".format(*_image_size(config), known))
     if takes == "tokens" and "vision_config" in entries:
         about.append("The batch is text without images.")
     return Source(model, arguments, takes, _positions(model, config), model.get_output_embeddings(), about)
+
+
+def _unknown(kind: Any, of_loss: bool, main: str, entries: dict[str, Any], transformers: Any) -> str:
+    """Return why a class cannot be trained here, and which of the same model type can."""
+    what = f"the loss of {kind.__name__}" if of_loss else f"a batch of {main} for {kind.__name__}"
+    names = {
+        name
+        for mapping, each in vars(transformers.models.auto.modeling_auto).items()
+        if mapping.endswith("_MAPPING_NAMES")
+        for name in _listed(each.get(entries["model_type"]))
+    }
+    others = [name for name in sorted(names) if any(re.search(ending, name) for ending in _LABELS)]
+    others = [name for name in others if getattr(getattr(transformers, name, None), "main_input_name", "") in _INPUTS]
+    named = f"name {' or '.join(others[:2])} in 'architectures', or " if others else ""
+    return f"gradckpt: {what} is unknown; {named}give package.module:function that returns (model, batch)"
+
+
+def _listed(names: Any) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 def _class_of(entries: dict[str, Any], transformers: Any) -> Any:
@@ -268,15 +287,19 @@ def _ids(config: Any, tokens: int, samples: int, dtype: torch.dtype) -> torch.Te
 
 
 def _images(config: Any, tokens: int, samples: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(samples, config.num_channels, *_image_size(config), dtype=dtype)
+    channels = next((each.num_channels for each in _with_parts(config) if hasattr(each, "num_channels")), 3)
+    return torch.zeros(samples, channels, *_image_size(config), dtype=dtype)
 
 
 def _image_size(config: Any) -> tuple[int, int]:
-    size = getattr(config, "image_size", None)
-    if size is None:
-        raise ValueError("gradckpt: the config has no 'image_size'; add it")
+    size = next(iter(_sizes_of_images(config)), 224)
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
+
+
+def _sizes_of_images(config: Any) -> list[Any]:
+    """Return what a config or its parts say."""
+    return [each.image_size for each in _with_parts(config) if getattr(each, "image_size", None) is not None]
 
 
 #: Name of a model's main input -> the units of a batch, and a function that makes it.

@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
-import mmap
 import weakref
 from typing import Any
 
@@ -29,18 +27,14 @@ from gradckpt._planning.cpu_scratch import gloo_bytes, scratch_of
 from gradckpt._planning.cuda_scratch import cuda_scratch_of
 from gradckpt._planning.meta_results import map_tensors, meta_results, tensors_in
 from gradckpt._planning.operator_parts import Again, composite_key, has_rules
+from gradckpt._planning.paper_addresses import bounds, shared_space, take
 from gradckpt._planning.values import RECURRENT, RESIZED, NotOnPaper
 from gradckpt._planning.wrapped_numbers import KEEP_FACTORS, WRAP, in_exact_region, wrapped_numbers
 
-__all__ = ["Event", "PaperMode", "tensors_on_paper"]
+__all__ = ["Event", "PaperMode"]
 
 aten = torch.ops.aten
 _Storage: Any = torch.UntypedStorage
-
-#: Addresses, of which no memory is ever touched; storages take them in turn.
-_ADDRESSES = 2**44
-_ALIGNMENT = 64
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
 
 #: Tensors up to these sizes in bytes are computed where all operands have values.
 _SMALL = {True: 2**16, False: 2**26}  # floating point, others
@@ -51,41 +45,6 @@ _CHOICES = {aten.topk.default, aten.argmax.default, aten.sort.default, aten.sort
 
 #: Their kernels return the operand's memory, although their schemas do not say so.
 _ALIASING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach_.default}
-
-
-class _Space(mmap.mmap):
-    """Addresses, which all modes share and take in turn: there is room for few such spaces, and
-    what a step keeps must not lie where a later one puts its tensors.
-    """
-
-    next = 0
-
-
-_spaces: weakref.WeakValueDictionary[str, _Space] = weakref.WeakValueDictionary()
-
-
-def _shared_space() -> _Space:
-    space = _spaces.get("")
-    if space is None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        space = _spaces[""] = _Space(-1, _ADDRESSES, flags)
-    return space
-
-
-def tensors_on_paper() -> list[torch.Tensor]:
-    """Return the tensors that Python knows and that have no values."""
-    if (space := _spaces.get("")) is None:
-        return []
-    first = torch.frombuffer(space, dtype=torch.uint8, count=1).data_ptr()
-    found = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not has_rules(type(x)))
-    return [x for x in found if x.device.type == "cpu" and first <= _address(x) < first + _ADDRESSES]
-
-
-def _address(x: torch.Tensor) -> int:
-    try:
-        return int(x.untyped_storage().data_ptr())
-    except (NotImplementedError, RuntimeError):  # a tensor without a storage
-        return 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +85,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self._concentrated = concentrated
         self.data_dependent = False
         self.rest = 0.0
-        self._space = _shared_space()
+        self._space = shared_space()
         self._paper: set[int] = set()  # storages without values, by their addresses in C++
         self._live: dict[int, tuple[int, Any]] = {}  # number and weak reference of every recorded storage
         self._emptied: set[int] = set()  # storages that were resized to nothing
@@ -145,12 +104,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty_strided(size, stride, dtype=dtype)
-        space = self._space
-        if space.next + nbytes > _ADDRESSES:
-            space.next = 0
-        whole = torch.frombuffer(space, dtype=torch.uint8, count=nbytes, offset=space.next)
-        space.next += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        storage = whole.untyped_storage()
+        storage = take(self._space, nbytes)
         self._paper.add(storage._cdata)
         self._follow(storage, record=record)
         return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
@@ -186,8 +140,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def __enter__(self) -> Any:
         uses_of_one()  # while no backward runs
-        first = torch.frombuffer(self._space, dtype=torch.uint8, count=1).data_ptr()
-        _C.set_on_paper(first, first + _ADDRESSES, not self.device_is_cpu)
+        _C.set_on_paper(*bounds(self._space), not self.device_is_cpu)
         self._get_rng_state = torch.get_rng_state
         torch.get_rng_state = lambda: self._get_rng_state().clone()  # which this mode sees
         _Storage.resize_ = lambda storage, size: self._resize(storage, size)

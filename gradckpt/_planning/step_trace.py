@@ -24,7 +24,8 @@ from gradckpt._apart import apart
 from gradckpt._engine import torch_private as private
 from gradckpt._holders import holder_of
 from gradckpt._host_random import host_random
-from gradckpt._planning.paper import Event, PaperMode, Work, tensors_on_paper
+from gradckpt._planning.paper import Event, PaperMode, Work
+from gradckpt._planning.paper_addresses import tensors_on_paper
 from gradckpt._planning.plan_reader import SIGNED
 from gradckpt._planning.reads import refuse_reads
 from gradckpt._planning.sharded import local, state_of

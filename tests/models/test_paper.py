@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -12,33 +13,29 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import numpy
 import pytest
 import torch
+from plan_shapes import SHAPE_8B
 from torch.nn import functional as F
 
 import gradckpt
-from gradckpt._planning import paper
+from gradckpt._planning import paper_addresses
 from gradckpt._planning.paper import PaperMode
 from gradckpt._planning.step_trace import trace_step
 from gradckpt._planning.values import NotOnPaper
 
 # ---- no memory is touched
 
-#: Runs steps of families in all settings with addresses that neither can be read nor written.
+#: Runs steps of families in all settings with addresses that neither can be read nor written:
+#: those of a process that may not map as many.
 UNTOUCHABLE = """
-import ctypes, sys
+import sys
 import torch
 from torch.nn import functional as F
-from gradckpt._planning import paper
+from gradckpt._planning import paper, paper_addresses
 
-class NoAccess(paper._Space):
-    '''Without PROT_READ and PROT_WRITE, which Python cannot ask for.'''
-    def __new__(cls, fd, size, flags):
-        made = super().__new__(cls, fd, size, flags)
-        start = torch.frombuffer(made, dtype=torch.uint8, count=1).data_ptr()
-        assert libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(size), 0) == 0
-        return made
+def refuse(*_):
+    raise OSError
 
-libc = ctypes.CDLL(None, use_errno=True)
-paper._Space = NoAccess
+paper_addresses._Mapped = refuse
 
 if "touch" in sys.argv:
     paper.PaperMode().empty((4,), (1,), torch.float32).tolist()
@@ -356,10 +353,44 @@ def test_addresses_are_free_again():
 
 
 def test_addresses_begin_again(monkeypatch):
-    monkeypatch.setattr(paper, "_ADDRESSES", 2**20)
+    monkeypatch.setattr(paper_addresses, "_ADDRESSES", 2**20)
     mode = PaperMode()
     for _ in range(5):
         assert on_paper(mode, 100_000).numel() == 100_000
+
+
+#: A process that may have 8 GiB of addresses more than torch takes.
+LIMITED = """
+import resource
+import torch, transformers
+from transformers.utils import logging
+import gradckpt
+logging.set_verbosity_error()
+from model_families import FAMILIES, build
+from gradckpt._planning.command import main
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, 2 * (pages * resource.getpagesize() + 8 * 2**30,))
+model, batch = build("llama", "sdpa").train(), FAMILIES["llama"].batch()
+assert not any("measured" in text for text in gradckpt.plan(model, batch).about)
+handle = gradckpt.enable(model, budget="activations:1.2MiB")
+model(**batch).loss.backward()
+print("planned", handle)
+sys_exit = main([CONFIG, "--tokens", "131072", "--memory", "80GiB"])
+assert sys_exit in (0, 1), sys_exit
+"""
+
+
+def test_a_process_with_few_addresses(tmp_path):
+    """As under ``ulimit -v``: a step on paper maps nothing that is larger."""
+    shape = {**SHAPE_8B, "num_hidden_layers": 2, "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "architectures": ["LlamaForCausalLM"]}))
+    code = LIMITED.replace("CONFIG", repr(str(tmp_path)))
+    helpers = os.path.join(os.path.dirname(__file__), "..", "helpers")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), helpers])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "planned <gradckpt handle" in done.stdout
+    assert "The least that is needed" in done.stdout or "fit" in done.stdout
 
 
 # ---- other threads

@@ -81,8 +81,8 @@ def test_wrong_usage(run, tiny, write):
     assert "the length of a sequence is missing" in wrong(run, tiny)
     for number in ("0", "-1", "1.5", "many"):
         assert f"argument --tokens: '{number}' is not a number" in wrong(run, tiny, f"--tokens={number}")
-    assert "invalid choice: 'fp8'" in wrong(run, tiny, "--tokens", 64, "--dtype", "fp8")
-    assert "weights in nf4 cannot be trained; add lora" in wrong(run, tiny, "--tokens", 64, "--weights", "nf4")
+    assert "unknown dtype 'fp8'" in wrong(run, tiny, "--tokens", 64, "--dtype", "fp8")
+    assert "weights in nf4 cannot be trained; add --lora" in wrong(run, tiny, "--tokens", 64, "--weights", "nf4")
     assert "there is no file" in wrong(run, tiny + "/other/config.json", "--tokens", 64)
     assert "8 devices, and nothing says what they share" in wrong(run, tiny, "--tokens", 64, "--gpus", 8)
 
@@ -155,10 +155,11 @@ def test_the_same_twice(run, tiny, only_int8):
     ("given", "gib", "position"),
     [
         ((), 67.2, "loss"),
-        (("--loss", "chunked"), 30.5, "backward of layer 31"),
-        (("--loss", "chunked", "--weights", "nf4"), 17.7, "backward of layer 31"),
+        (("--loss", "trl"), 30.5, "backward of layer 31"),
+        (("--loss", "trl", "--weights", "nf4"), 26.4, "backward of layer 31"),
+        (("--loss", "trl", "--weights", "nf4", "--prepare", "none"), 17.8, "backward of layer 31"),
     ],
-    ids=["model's loss", "chunked", "nf4"],
+    ids=["model's loss", "trl", "nf4 by PEFT", "nf4 by TRL"],
 )
 def test_8_billion_parameters_at_32768_tokens(run, write, only_int8, given, gib, position):
     path = write(transformers.LlamaConfig(**SHAPE_8B, max_position_embeddings=131072))

@@ -166,7 +166,8 @@ int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
     const gck_device_kind *kind = self->device >= 0 ? gck_device_kind_at(gck_device_kind_of(self->device)) : NULL;
     gck_arrays arrays = {.codes = NULL};
 
-    if (!self->has_values) {                     /* on paper, one tensor of one version has the same values */
+    /* On paper, where small tensors have values and are the host's, one tensor of one version is the same. */
+    if (!self->has_values || kind == NULL) {
         if ((self->overflow = gck_overflow_take(-1)) != NULL) {
             self->late = GCK_OVERFLOW_NONE;
             self->twin = (gck_payload *)Py_NewRef((PyObject *)first);
