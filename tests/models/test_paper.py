@@ -393,6 +393,20 @@ def test_a_process_with_few_addresses(tmp_path):
     assert "The least that is needed" in done.stdout or "fit" in done.stdout
 
 
+def test_a_mask_with_values_that_is_saved_again():
+    """Payloads of a device are compared where they lie; a small mask has values, and is the host's."""
+
+    def run(x):
+        mask = torch.ones(64, 64, dtype=torch.bool).triu()
+        with gradckpt.compress_saved("int8"):
+            for _ in range(4):
+                x = 2 * x.masked_fill(mask, 0.0) * x
+        x.sum().backward()
+
+    x = torch.empty(4, 64, 64, device="meta").requires_grad_()
+    assert trace_step(torch.nn.Identity(), run, x, cuda=True).peak().size >= x.nbytes
+
+
 # ---- other threads
 
 

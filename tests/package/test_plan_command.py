@@ -1,6 +1,7 @@
 """gradckpt plan: the command."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -90,6 +91,34 @@ def test_wrong_usage(run, tiny, write):
 def test_a_missing_field_is_named(run, write):
     path = write(transformers.LlamaConfig(**TINY), num_hidden_layers=...)
     assert wrong(run, path, "--tokens", 64).endswith("error: the config has no 'num_hidden_layers'; add it")
+
+
+def test_errors_of_other_libraries_are_a_sentence(run, write, monkeypatch):
+    """With the status of wrong usage: 1 says that nothing fits."""
+    path = write(transformers.LlamaConfig(**TINY), hidden_size=-64)
+    said = wrong(run, path, "--tokens", 64)
+    assert re.search(r"error: \S+ gives no model \(\w+: .*\); correct it \(--traceback shows where\)$", said)
+
+    def forward(*args, **kwargs):
+        raise KeyError("no such\nthing")
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
+    path = write(transformers.LlamaConfig(**TINY))
+    said = wrong(run, path, "--tokens", 64)
+    assert said.endswith(
+        "error: LlamaForCausalLM cannot run a step of 64 tokens (KeyError: 'no such\\nthing'); call "
+        "gradckpt.plan(model, batch) in your script instead (--traceback shows where)"
+    )
+    with pytest.raises(KeyError):
+        run(path, "--tokens", 64, "--traceback")
+
+
+def test_blocks_that_transformers_cannot_checkpoint(run, write, only_int8, monkeypatch):
+    """The repeated blocks are planned, and the lines say which."""
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "supports_gradient_checkpointing", False)
+    status, text, _ = run(write(transformers.LlamaConfig(**TINY)), "--tokens", 64)
+    assert status == 0
+    assert "transformers cannot checkpoint LlamaForCausalLM: the lines take modules=(LlamaDecoderLayer,), too." in text
 
 
 def test_images_have_no_tokens(run, write, only_int8):
