@@ -58,6 +58,12 @@ def apart(trial: Callable[[], T], keep: Callable[[], Restorable]) -> T:
             answer = child.answer()
         if answer is not None:
             return answer.result()  # type: ignore[no-any-return]
+    return _here(trial, keep)
+
+
+def _here(trial: Callable[[], T], keep: Callable[[], Restorable] | None) -> T:
+    if keep is None:
+        return trial()
     state = keep()
     try:
         result = contextvars.copy_context().run(trial)
@@ -68,9 +74,14 @@ def apart(trial: Callable[[], T], keep: Callable[[], Restorable]) -> T:
     return result
 
 
-def side_by_side(trials: Sequence[Callable[[], T]], progress: Callable[[int], None] = lambda number: None) -> list[T]:
+def side_by_side(
+    trials: Sequence[Callable[[], T]],
+    keep: Callable[[], Restorable] | None = None,
+    progress: Callable[[int], None] = lambda number: None,
+) -> list[T]:
     """Return the results of trials, which run in as many children as there are processors, or here
-    in turn; ``progress`` is told the number of each before the wait for it.
+    in turn, as :func:`apart`; without ``keep`` they may leave traces. ``progress`` is told the
+    number of each before the wait for it.
 
     Raises:
         RuntimeError: As :func:`apart`; other exceptions of a trial arrive unchanged.
@@ -84,7 +95,7 @@ def side_by_side(trials: Sequence[Callable[[], T]], progress: Callable[[int], No
                 children.append(stack.enter_context(_Child(trials[len(children)])))
             progress(number)
             answer = children[number].answer() if ahead else None
-            results.append(answer.result() if answer is not None else trial())
+            results.append(answer.result() if answer is not None else _here(trial, keep))
     return results
 
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.budget import Budget
+from gradckpt._planning.no_plan import NoPlan
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan, digest_of
 from gradckpt._planning.sharded import parameters_before
-from gradckpt._planning.step_profile import NoPlan
 
 __all__ = ["agreed"]
 

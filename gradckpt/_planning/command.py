@@ -20,9 +20,10 @@ from gradckpt._planning.config_profile import plan_source
 from gradckpt._planning.frozen_weights import FORMATS
 from gradckpt._planning.links import LINKS, Link, parse_link
 from gradckpt._planning.losses import LOSSES
+from gradckpt._planning.no_plan import NoPlan
 from gradckpt._planning.options import allowed
+from gradckpt._planning.progress import late_progress
 from gradckpt._planning.shards import OPTIMIZERS, SHARDS
-from gradckpt._planning.step_profile import NoPlan
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._planning.words import MIXED, STORED
 from gradckpt._sizes import parse_bytes
@@ -305,16 +306,6 @@ def _check_save(options: argparse.Namespace) -> None:
 def _progress(options: argparse.Namespace) -> Iterator[Any]:
     """Show on a terminal what is being computed, and keep libraries silent."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    shown = sys.stderr.isatty() and not options.json
-
-    def show(text: str) -> None:
-        if shown:
-            print(f"\r\x1b[K{text} ...", end="", file=sys.stderr, flush=True)
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield show
-    finally:
-        if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    with warnings.catch_warnings(), late_progress("plan", not options.json) as show:
+        warnings.simplefilter("ignore")
+        yield show

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 
 from gradckpt import _C
-from gradckpt._apart import apart, side_by_side
+from gradckpt._apart import apart
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
 from gradckpt._planning.blocks import find_blocks, shortened, unrolled
@@ -23,8 +23,16 @@ from gradckpt._planning.estimates import rates_of
 from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
 from gradckpt._planning.longest import longest
 from gradckpt._planning.needed_memory import held_blocks, memory_use
+from gradckpt._planning.progress import late_progress
 from gradckpt._planning.sharded import gradient_bytes, parameter_bytes, real_steps
-from gradckpt._planning.step_trace import Peak, StateBeforePaper, StepTrace, apart_on_paper, scaled, trace_step
+from gradckpt._planning.step_trace import (
+    Peak,
+    StateBeforePaper,
+    StepTrace,
+    scaled,
+    side_by_side_on_paper,
+    trace_step,
+)
 from gradckpt._settings import READY, Setting
 from gradckpt._sizes import parse_bytes
 from gradckpt._stats import format_bytes, uncounted
@@ -144,9 +152,12 @@ def compare(model: Module, batch: Any, modules: Modules, memory: int | str | Non
     if not measure:
         try:
             with alone(model), quiet():
-                for setting in READY:
-                    trial = functools.partial(_on_paper, model, setting, run, batch, blocks, modules, fixed, limit)
-                    rows.append(apart_on_paper(trial, keep))
+                trials = [
+                    functools.partial(_on_paper, model, setting, run, batch, blocks, modules, fixed, limit)
+                    for setting in READY
+                ]
+                with late_progress("planning") as progress:
+                    rows = side_by_side_on_paper(trials, keep, lambda number: progress(READY[number].name))
         except StepWrites:
             raise
         except Exception as error:
@@ -320,7 +331,8 @@ def compare_source(
             more["longest"] = longest(tokens, needed, needed_at, held, limit, source.positions)
         return _row(setting, first.peak(), held, limit, **more)
 
-    rows = side_by_side([functools.partial(row, each) for each in READY], lambda number: progress(READY[number].name))
+    trials = [functools.partial(row, each) for each in READY]
+    rows = side_by_side_on_paper(trials, None, lambda number: progress(READY[number].name))
     about = list(source.about)
     if tokens is not None and limit is not None and any(each.longest is None for each in rows):
         about.append("The longest sequence is unknown where a step on paper takes long; try others with --tokens.")

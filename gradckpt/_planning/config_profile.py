@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from gradckpt._planning.options import RECOMPUTE, Option, allowed
 from gradckpt._planning.placement import Placement
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.step_profile import StepProfile
-from gradckpt._planning.step_trace import StepTrace, scaled, trace_step
+from gradckpt._planning.step_trace import StepTrace, scaled, side_by_side_on_paper, trace_step
 
 __all__ = ["ConfigProfile", "plan_source"]
 
@@ -80,7 +81,6 @@ class ConfigProfile(StepProfile):
     ) -> None:
         self._source, self._tokens, self._batch, self._progress = source, tokens, batch, progress
         self._rates = rates
-        self._profiled = False
         self.hints = as_flags(source.flags, source.takes)
         with quiet():
             blocks = find_blocks(source.model, source.modules)
@@ -88,7 +88,6 @@ class ConfigProfile(StepProfile):
         offload = None if placement is None else placement.offload
         super().__init__(source.model, blocks, allowed(compress, False, offload), placement)
         self.device_blocks = held_blocks(source.model, {**source.fixed, **source.extra})
-        self._profiled = True
         self.costs = _Estimates(self, rates)
         self.step_seconds = rates.of_step(self.traces[RECOMPUTE])
 
@@ -99,10 +98,17 @@ class ConfigProfile(StepProfile):
             self._traced[key] = self._noted(self._trace(options, concentrated), options)
         return self._traced[key]
 
+    def trace_all(self, options: Sequence[Option], *, concentrated: bool = False) -> None:
+        def tell(number: int) -> None:
+            self._progress(f"option {number + 1} of {len(options)}: {options[number].name}")
+
+        keys = [((option,) * len(self.blocks), concentrated) for option in options]
+        trials = [functools.partial(self._trace, *key) for key in keys]
+        for key, found in zip(keys, side_by_side_on_paper(trials, None, tell), strict=True):
+            self._traced[key] = self._noted(found, key[0])
+        self._progress("choosing")
+
     def _trace(self, options: Sequence[Option], concentrated: bool) -> StepTrace:
-        first = options[0]
-        number = f"option {self.options.index(first) + 1} of {len(self.options)}: {first.name}"
-        self._progress("choosing" if self._profiled else number)
         with shortened(self.model, self.blocks, options) as short:
             setting = self.setting([options[i] for i in short.numbers], short.modules)
             with quiet(), setting.active(self.model):

@@ -129,7 +129,9 @@ def _read(source: str) -> dict[str, Any]:
         path = _download(source)
     with open(path, "rb") as file:
         if file.read(4) == b"GGUF":
-            raise ValueError(f"gradckpt: {path!r} is a GGUF file; give the config.json of the model that it was made from")
+            raise ValueError(
+                f"gradckpt: {path!r} is a GGUF file; give the config.json of the model that it was made from"
+            )
     with open(path, encoding="utf-8") as file:
         try:
             config = json.load(file)

@@ -25,14 +25,23 @@ from gradckpt._planning.choose import Choice, Chosen
 from gradckpt._planning.comparison import fixed_bytes, peak_of_run, quiet
 from gradckpt._planning.error_search import approach
 from gradckpt._planning.needed_memory import held_blocks
+from gradckpt._planning.no_plan import NoPlan
 from gradckpt._planning.optimizers import optimizer_memory
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
 from gradckpt._planning.placement import Placement
+from gradckpt._planning.progress import late_progress
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
 from gradckpt._planning.sharded import gathered_bytes, missing_gradient_bytes, real_steps, refuse_shards
-from gradckpt._planning.step_profile import NoPlan, StepProfile
-from gradckpt._planning.step_trace import StateBeforePaper, StepTrace, apart_on_paper, condensed, trace_step
+from gradckpt._planning.step_profile import StepProfile
+from gradckpt._planning.step_trace import (
+    StateBeforePaper,
+    StepTrace,
+    apart_on_paper,
+    condensed,
+    side_by_side_on_paper,
+    trace_step,
+)
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import refuse_writes, tensors_of_batch
@@ -138,11 +147,22 @@ class Profile(StepProfile):
         """Return the step on paper with an option for each block."""
         key = tuple(options), concentrated
         if key not in self._traced:
-            found, inputs, remark = apart_on_paper(functools.partial(self._trace, *key), self._keep)
-            self._traced[key] = self._noted(found, key[0])
-            self._inputs = self._inputs or inputs
-            self.remark = self.remark or remark
+            self._learn(key, apart_on_paper(functools.partial(self._trace, *key), self._keep))
         return self._traced[key]
+
+    def trace_all(self, options: Sequence[Option], *, concentrated: bool = False) -> None:
+        keys = [((option,) * len(self.blocks), concentrated) for option in options]
+        trials = [functools.partial(self._trace, *key) for key in keys]
+        with late_progress("planning") as progress:
+            traces = side_by_side_on_paper(trials, self._keep, lambda number: progress(options[number].name))
+        for key, found in zip(keys, traces, strict=True):
+            self._learn(key, found)
+
+    def _learn(self, key: tuple[tuple[Option, ...], bool], found: tuple[StepTrace, dict[int, str], str]) -> None:
+        trace, inputs, remark = found
+        self._traced[key] = self._noted(trace, key[0])
+        self._inputs = self._inputs or inputs
+        self.remark = self.remark or remark
 
     def _trace(self, options: Sequence[Option], concentrated: bool) -> tuple[StepTrace, dict[int, str], str]:
         """Return the trace, what regions are called with, and the step's remark."""
@@ -453,7 +473,8 @@ class Profile(StepProfile):
                 "gradckpt: profile= is a plan with estimated times; leave it out, and this plan will be a profile"
             )
         plan.rules_for(self.model)
-        self._check(saved, [region.name for region in plan.regions])
+        names, own = [region.name for region in plan.regions], [self._names[id(block)] for block in self.blocks]
+        saved.check(names, own, self.options, [self._likeness(block) for block in self.blocks])
         self.costs = SavedCosts(self.blocks, saved)
         self.step_seconds = saved.step_seconds
         weights = [saved.of(i).weight for i in range(len(self.blocks))]
@@ -466,32 +487,3 @@ class Profile(StepProfile):
             self._peaks[choice] = each.peak if same else self.size_of(self.trace_of(choice)) + self._excess
             if each.error is not None:
                 self._errors[choice] = each.error
-
-    def _check(self, saved: SavedProfile, names: Sequence[str]) -> None:
-        """Check that a profile with regions of these names was measured in a step like this one."""
-        own = [self._names[id(block)] for block in self.blocks]
-        if (name := _in_one_alone(names, own)) is not None:
-            where = "is no region here" if name in names else "is a region here alone"
-            raise ValueError(
-                f"gradckpt: profile= was measured with other modules: {name!r} {where}; pass the same modules=, or "
-                "leave profile= out"
-            )
-        options, allowed_here = ([each.to_dict() for each in these] for these in (saved.options, self.options))
-        if (option := _in_one_alone(options, allowed_here)) is not None:
-            what = "with" if option in options else "without"
-            raise ValueError(
-                f"gradckpt: profile= was measured {what} the option {option['name']!r}; pass the same compress= "
-                "and error=, or leave profile= out"
-            )
-        for i, (name, block) in enumerate(zip(names, self.blocks, strict=True)):
-            then, now = saved.of(i).like, self._likeness(block)
-            if then != now:
-                raise ValueError(
-                    f"gradckpt: profile= was measured in another step, where {name!r} had {then}, and now has {now}; "
-                    "leave profile= out"
-                )
-
-
-def _in_one_alone(a: Sequence[Any], b: Sequence[Any]) -> Any:
-    """Return the first element that is in one of two lists alone, None if there is none."""
-    return next((x for x in [*a, *b] if (x in a) != (x in b)), None)

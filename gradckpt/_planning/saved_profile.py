@@ -82,6 +82,39 @@ class SavedProfile:
         """Return what was measured of a region."""
         return self.measured[self.regions[region]]
 
+    def check(self, names: Sequence[str], own: Sequence[str], options: Sequence[Option], like: Sequence[str]) -> None:
+        """Check that this was measured in a step with these regions.
+
+        Args:
+            names: Of the regions when it was measured.
+            own: Of the regions now.
+            options: Those that a plan may choose from now.
+            like: What each region is now, as in :class:`Measured`.
+
+        Raises:
+            ValueError: It was not; the message says what differs first.
+        """
+        if (name := _in_one_alone(names, own)) is not None:
+            where = "is no region here" if name in names else "is a region here alone"
+            raise ValueError(
+                f"gradckpt: profile= was measured with other modules: {name!r} {where}; pass the same modules=, or "
+                "leave profile= out"
+            )
+        measured, allowed_here = ([each.to_dict() for each in these] for these in (self.options, options))
+        if (option := _in_one_alone(measured, allowed_here)) is not None:
+            what = "with" if option in measured else "without"
+            raise ValueError(
+                f"gradckpt: profile= was measured {what} the option {option['name']!r}; pass the same compress= "
+                "and error=, or leave profile= out"
+            )
+        for i, (name, now) in enumerate(zip(names, like, strict=True)):
+            then = self.of(i).like
+            if then != now:
+                raise ValueError(
+                    f"gradckpt: profile= was measured in another step, where {name!r} had {then}, and now has {now}; "
+                    "leave profile= out"
+                )
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, which JSON can carry."""
         return {
@@ -161,3 +194,8 @@ def inputs_noted(regions: Sequence[Module]) -> Iterator[dict[int, str]]:
 def _words(x: Tensor) -> str:
     size = "x".join(map(str, x.shape))
     return f"{size} {str(x.dtype).removeprefix('torch.')}{' with a gradient' if x.requires_grad else ''}"
+
+
+def _in_one_alone(a: Sequence[Any], b: Sequence[Any]) -> Any:
+    """Return the first element that is in one of two lists alone, None if there is none."""
+    return next((x for x in [*a, *b] if (x in a) != (x in b)), None)

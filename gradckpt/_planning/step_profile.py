@@ -18,15 +18,15 @@ from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose,
 from gradckpt._planning.front import PRICES, front_of
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.needed_memory import memory_use
+from gradckpt._planning.no_plan import NoPlan
 from gradckpt._planning.options import KEEP, RECOMPUTE, Option
 from gradckpt._planning.placement import Call, Placement, placed_by_block
 from gradckpt._planning.region_plan import Offloaded, Plan, PlannedRegion, digest_of, outside_of
 from gradckpt._planning.sharded import class_of, named_modules, parameters_before
 from gradckpt._planning.step_trace import Peak, StepTrace, total
 from gradckpt._settings import Setting
-from gradckpt._stats import format_bytes
 
-__all__ = ["NoPlan", "StepProfile"]
+__all__ = ["StepProfile"]
 
 #: More bytes than any budget has.
 _NEVER = 1 << 59
@@ -40,28 +40,6 @@ _TRIES, _NEAR, _FEW, _TRACES = 6, 1.015, 64, 16
 
 #: Parts for which waiting does not count, of a step's time, and codecs do not, of offloaded bytes.
 _HIDDEN, _FEW_BYTES = 0.005, 0.1
-
-
-class NoPlan(ValueError):
-    """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least, what
-    the step adds if the budget was of activations; and ``choice``, that one.
-    """
-
-    def __init__(self, message: str, smallest_budget: int, choice: Choice) -> None:
-        super().__init__(message)
-        self.smallest_budget = smallest_budget
-        self.choice = choice
-
-    @classmethod
-    def within(cls, budget: Budget, smallest: int, choice: Choice, hint: str) -> NoPlan:
-        """Return the error of a budget; ``smallest``: bytes; ``hint``: a sentence."""
-        of = " of activations" if budget.step_only else ""
-        return cls(
-            f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
-            f"({smallest} bytes){of}. {hint}",
-            smallest,
-            choice,
-        )
 
 
 class CostSource(Protocol):
@@ -102,12 +80,14 @@ class StepProfile(abc.ABC):
         self.blocks = list(blocks)
         self.options = list(options)
         self._names = {id(module): name for name, module in named_modules(model).items()}
+        self.trace_all(self.options)
         self.traces = {option: self.trace([option] * len(self.blocks)) for option in self.options}
         self.options = self._distinct()
         self.traces = {option: self.traces[option] for option in self.options}
         self._depends = any(trace.data_dependent for trace in self.traces.values())
         self.largest = self.traces
         if self._depends:
+            self.trace_all(self.options, concentrated=True)
             self.largest = {option: self.largest_of([option] * len(self.blocks)) for option in self.options}
         self.calls = self.chain().calls
         self.places = {o: placed_by_block(trace.segments) for o, trace in self.traces.items() if trace.placed}
@@ -136,6 +116,10 @@ class StepProfile(abc.ABC):
         """Return the step on paper with an option for each block; no segment stands for others.
         ``concentrated``: as for :func:`gradckpt._planning.step_trace.trace_step`.
         """
+
+    @abc.abstractmethod
+    def trace_all(self, options: Sequence[Option], *, concentrated: bool = False) -> None:
+        """Trace the steps in which all blocks have one of these options."""
 
     def largest_of(self, options: Sequence[Option]) -> StepTrace:
         """Return the step that needs most, whatever experts tokens choose."""

@@ -20,7 +20,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from gradckpt import _C
-from gradckpt._apart import apart
+from gradckpt._apart import apart, side_by_side
 from gradckpt._engine import torch_private as private
 from gradckpt._holders import holder_of
 from gradckpt._host_random import host_random
@@ -44,6 +44,7 @@ __all__ = [
     "condensed",
     "on_paper",
     "scaled",
+    "side_by_side_on_paper",
     "total",
     "trace_step",
 ]
@@ -94,6 +95,16 @@ def apart_on_paper(trial: Callable[[], T], keep: Callable[[], StateBeforePaper])
     """Return the result of a trial that runs steps on paper, as :func:`apart`."""
     _load()
     return apart(trial, keep)
+
+
+def side_by_side_on_paper(
+    trials: Sequence[Callable[[], T]],
+    keep: Callable[[], StateBeforePaper] | None,
+    progress: Callable[[int], None],
+) -> list[T]:
+    """Return the results of trials that run steps on paper, as :func:`side_by_side`."""
+    _load()
+    return side_by_side(trials, keep, progress)
 
 
 @functools.cache

@@ -18,8 +18,8 @@ import gradckpt
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.budget import Budget
 from gradckpt._planning.choose import _units
+from gradckpt._planning.no_plan import NoPlan
 from gradckpt._planning.profile import Profile
-from gradckpt._planning.step_profile import NoPlan
 from gradckpt._training_step import step_of_batch
 
 WIDTH = 32

@@ -24,8 +24,8 @@ from gradckpt import _apart
 from gradckpt._planning import block_times, profile
 from gradckpt._planning.choose import Chosen
 from gradckpt._planning.error_search import approach
+from gradckpt._planning.no_plan import NoPlan
 from gradckpt._planning.profile import Profile
-from gradckpt._planning.step_profile import NoPlan
 from gradckpt._planning.step_trace import KINDS, Segment, StepTrace, condensed
 
 BATCH = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -394,7 +394,7 @@ def test_a_process_with_few_addresses(tmp_path):
 
 
 def test_a_mask_with_values_that_is_saved_again():
-    """Payloads of a device are compared where they lie; a small mask has values, and is the host's."""
+    """A device compares payloads where they lie; a small mask has values, and is the host's."""
 
     def run(x):
         mask = torch.ones(64, 64, dtype=torch.bool).triu()
