@@ -157,8 +157,6 @@ def main(arguments: Sequence[str]) -> int:
                 if budget is None
                 else _plan(options, source, budget, place, link, progress)
             )
-    except NotOnPaper as error:
-        made.error(f"this model asks for values ({error}); {_IN_SCRIPT}")
     except Exception as error:
         if options.traceback:
             raise
@@ -178,12 +176,12 @@ def _in_a_sentence(error: Exception, options: argparse.Namespace, source: Config
         return text.removeprefix("gradckpt: ")
     if len(text) > _LONG:
         text = f"{text[:_LONG]}..."
-    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    what = text if isinstance(error, NotOnPaper) else f"{type(error).__name__}: {text}".removesuffix(": ")
     if source is None:
         return f"{options.config} gives no model ({what}); correct it (--traceback shows where)"
     name = type(source.model).__name__
     size = f" of {options.tokens:,} tokens" if options.tokens is not None else ""
-    return f"{name} cannot run a step{size} ({what}); {_IN_SCRIPT} (--traceback shows where)"
+    return f"{name} cannot run a step{size} on paper ({what}); {_IN_SCRIPT} (--traceback shows where)"
 
 
 #: Characters of another library's message.
