@@ -123,8 +123,10 @@ class Stats(dict[str, Any]):
 
     def _layers(self) -> float:
         """Return the regions of a step: none of forwards that had no backward."""
-        met = self["regions_met"] if self["recomputes"] else self["regions"] - self["regions_dropped"]
-        return (met or self["regions"]) / (self["steps"] or 1)
+        met: int = self["regions_met"] if self["recomputes"] else self["regions"] - self["regions_dropped"]
+        regions: int = met or self["regions"]
+        steps: int = self["steps"] or 1
+        return regions / steps
 
     def __str__(self) -> str:
         rows = [row for row in self._rows() if row[1] or row[2]]
@@ -212,26 +214,26 @@ class _Counting:
     ``steps``: backwards that met a region. ``regions``: checkpoint calls with grad on;
     ``regions_eligible``: those with compression; ``regions_compressed``: those of which an input
     was compressed; ``regions_met``: those that a backward met, or that saved nothing for one;
-    ``regions_dropped``: those whose graph went without a backward. ``eligible``: tensors that could be compressed (floating, require grad and are
-    not leaves): region inputs, outputs that a policy keeps compressed, tensors saved under
-    :class:`gradckpt.compress_saved`; ``compressed``: those that were. ``encoded``: payloads
-    written; ``codecs``: how many by each codec; ``shared``: times one payload served another
-    region. ``bytes_in``, ``bytes_out``: bytes of the encoded tensors and of their payloads;
-    ``ratio``: their quotient out / in, or None. ``live_bytes``, ``peak_live_bytes``: payload bytes
-    alive now, and at most; ``replay_bytes``: bytes of discrete outputs and random states that are
-    kept for recomputes now; ``peak_bytes``: payloads and these at most, together. ``recomputes``. ``differing_saves``: tensors that a recompute saved and
-    the forward did not. ``held_bytes``: inputs of regions inside a region, which stayed until that
-    one had ended. ``policy_outputs``: outputs of operators that a policy
-    keeps; ``policy_bytes``: bytes of those that it keeps as they are. ``uncompressed``: tensors
-    kept by reference, counted by reason; ``uncompressed_bytes``: bytes of those that could have
-    been compressed. ``originals_alive``, ``originals_alive_bytes``: inputs that something else
-    still held when their payload was restored (``output_hidden_states``, for one): there
-    compression saved nothing. ``discrete_outputs``, ``discrete_bytes``: what
-    :attr:`CompressionConfig.replay_discrete` kept from the forward. ``compiled_regions``: regions
-    in graphs that ``torch.compile`` made, which the other counters do not see;
-    ``compiled_graphs``: those graphs that keep tensors compressed; ``compiled_tensors``,
-    ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each. ``offload``: a dict, of all
-    places that are open; :doc:`/offload` lists its keys.
+    ``regions_dropped``: those whose graph went without a backward. ``eligible``: tensors that could
+    be compressed (floating, require grad and are not leaves): region inputs, outputs that a policy
+    keeps compressed, tensors saved under :class:`gradckpt.compress_saved`; ``compressed``: those
+    that were. ``encoded``: payloads written; ``codecs``: how many by each codec; ``shared``: times
+    one payload served another region. ``bytes_in``, ``bytes_out``: bytes of the encoded tensors and
+    of their payloads; ``ratio``: their quotient out / in, or None. ``live_bytes``,
+    ``peak_live_bytes``: payload bytes alive now, and at most; ``replay_bytes``: bytes of discrete
+    outputs and random states that are kept for recomputes now; ``peak_bytes``: payloads and these
+    at most, together. ``recomputes``. ``differing_saves``: tensors that a recompute saved and the
+    forward did not. ``held_bytes``: inputs of regions inside a region, which stayed until that one
+    had ended. ``policy_outputs``: outputs of operators that a policy keeps; ``policy_bytes``: bytes
+    of those that it keeps as they are. ``uncompressed``: tensors kept by reference, counted by
+    reason; ``uncompressed_bytes``: bytes of those that could have been compressed.
+    ``originals_alive``, ``originals_alive_bytes``: inputs that something else still held when their
+    payload was restored (``output_hidden_states``, for one): there compression saved nothing.
+    ``discrete_outputs``, ``discrete_bytes``: what :attr:`CompressionConfig.replay_discrete` kept
+    from the forward. ``compiled_regions``: regions in graphs that ``torch.compile`` made, which the
+    other counters do not see; ``compiled_graphs``: those graphs that keep tensors compressed;
+    ``compiled_tensors``, ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each.
+    ``offload``: a dict, of all places that are open; :doc:`/offload` lists its keys.
     """
 
     epoch = 0
