@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, Union
 
+import torch
+
 from gradckpt import _C
 from gradckpt._codec_names import ALIASES, resolve_codec
 from gradckpt._engine.user_lines import user_frame
@@ -39,6 +41,13 @@ _KEYWORDS = {
     **dict.fromkeys(("every", "every_n", "every_k", "interval", "stride"), ("every_n_layers",)),
     **dict.fromkeys(("min_size", "min_elements", "threshold"), ("min_numel",)),
 }
+
+
+def written(value: Any) -> str:
+    """Return a value as messages show it: a tensor by its type and shape."""
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    return repr(value)
 
 
 def instead_of(key: str, value: Any, known: Iterable[str]) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress
+from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress, written
 from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_bool, check_option
 from gradckpt._engine.selective import contexts_of
 from gradckpt._models.rules import saved_settings
@@ -151,7 +151,7 @@ def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None
 
 def check_every_n_layers(n: Any) -> int:
     if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"gradckpt: every_n_layers is an int, not {n!r}")
+        raise TypeError(f"gradckpt: every_n_layers is an int, not {written(n)}")
     if n < 1:
         raise ValueError(f"gradckpt: every_n_layers is 1 or more, not {n}")
     return n
