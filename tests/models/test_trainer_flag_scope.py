@@ -122,7 +122,7 @@ def test_all_of_our_keys_are_known_misspelt(key, tmp_path):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={wrong: True})
 
 
-def test_a_key_of_the_layers_is_none_of_ours(tmp_path, monkeypatch):
+def test_a_key_of_the_layers_is_not_ours(tmp_path, monkeypatch):
     model = build()
     layer = type(model.model.layers[0])
     forward = layer.forward
