@@ -53,8 +53,8 @@ class GradientErrors:
     """The errors of all candidates; ``str()`` is a table with the verdict below it.
 
     ``loss``: the exact one, if the step returns one. ``problem``: why the exact gradients cannot be
-    compared with; then there are no errors. ``precision``: the dtypes of the trained parameters, and
-    the autocast under which the model ran, in words.
+    compared with; then there are no errors. ``precision``: the dtypes of the trained parameters,
+    and the autocast under which the model ran, in words.
     """
 
     model: str

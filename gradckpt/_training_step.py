@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradckpt._apart import shown_as_base
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_report import SAMPLES, TOKENS
 
@@ -82,14 +83,12 @@ def alone(model: Module) -> Iterator[None]:
         yield
 
 
+@shown_as_base
 class StepWrites(ValueError):
     """The step changes parameters, or is about to."""
 
     def __init__(self) -> None:
         super().__init__("gradckpt: the step changes parameters; leave optimizer.step() out of it")
-
-    def __reduce__(self) -> tuple[type[StepWrites], tuple[()]]:
-        return StepWrites, ()
 
 
 @contextlib.contextmanager

@@ -312,7 +312,7 @@ class LiveBudget:
             raise ValueError(
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; leave budget= out and "
                 "compare settings with gradckpt.plan(model, batch)"
-            ) from reason
+            ) from None
         if profile.remark:
             profile.notes.append(profile.remark)
         self._profile, self._shapes = profile, shapes

@@ -319,7 +319,7 @@ def plan_of(plan: Any, keyword: str) -> Plan:
     except OSError as error:
         raise ValueError(
             f"gradckpt: {keyword}={os.fspath(plan)!r} cannot be read ({error.strerror}); write it with plan.save(path)"
-        ) from error
+        ) from None
 
 
 def digest_of(module: Module, parameters: Mapping[int, Mapping[str, Any]]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch.nn import Module
 
+from gradckpt._apart import shown_as_base
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.budget import Budget
 from gradckpt._planning.chain import Chain
@@ -42,6 +43,7 @@ _TRIES, _NEAR, _FEW, _TRACES = 6, 1.015, 64, 16
 _HIDDEN, _FEW_BYTES = 0.005, 0.1
 
 
+@shown_as_base
 class NoPlan(ValueError):
     """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least, what
     the step adds if the budget was of activations; and ``choice``, that one.

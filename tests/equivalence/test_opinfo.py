@@ -41,8 +41,8 @@ import gradckpt
 DTYPES = ("float64", "float32", "bfloat16")
 PARTS = 2
 SOAK_PARTS = 4
-# Torch saves the noise before the kernel fills it, and the early stop comes in between: the gradient
-# reads undefined memory, which may hold the right values (docs/equivalence.md).
+# Torch saves the noise before the kernel fills it, and the early stop comes in between: the
+# gradient reads undefined memory, which may hold the right values (docs/equivalence.md).
 UNDEFINED = ("nn_functional_rrelu",)
 
 

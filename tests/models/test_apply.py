@@ -13,7 +13,6 @@ from apply_models import Net, build, loss_of, regions_of
 from torch import nn
 
 import gradckpt
-from gradckpt._models import regions
 from gradckpt._models.caches import WithCaches
 
 

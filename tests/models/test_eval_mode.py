@@ -19,8 +19,8 @@ WIDTH, LAYERS = 64, 3
 def clip():
     """A frozen image tower, as of CLIP guidance; its dropout does nothing in eval mode."""
     torch.manual_seed(0)
-    sizes = dict(hidden_size=WIDTH, intermediate_size=128, num_attention_heads=2, image_size=32, patch_size=8)
-    config = CLIPVisionConfig(**sizes, num_hidden_layers=LAYERS, projection_dim=32, attention_dropout=0.1)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "image_size": 32, "patch_size": 8, "projection_dim": 32}
+    config = CLIPVisionConfig(**sizes, num_hidden_layers=LAYERS, num_attention_heads=2, attention_dropout=0.1)
     return CLIPVisionModelWithProjection(config)
 
 

@@ -401,7 +401,7 @@ def lines_to_paste(plan):
     """The names in "To train so:", each of which has a line."""
     lines = str(plan).partition("To train so:\n")[2].partition("\n\n")[0].splitlines()
     assert all("gradckpt." in line or line.split()[0] == "none" for line in lines)
-    return [line.split()[0] if line.split()[0] in plan else line.partition("  gradckpt")[0].strip() for line in lines]
+    return [row.name for line in lines for row in plan.rows if line.startswith(f"  {row.name}  ")]
 
 
 def advice(position, hints=IN_PYTHON, fixed=None, **parts):
