@@ -209,7 +209,7 @@ static PyMethodDef methods[] = {
     {"bind", bind, METH_O, "bind(callbacks, /)\n--\n\nBind the Python functions that C calls, from a dict by name."},
     {"stats", gck_stats_py, METH_NOARGS, "stats()\n--\n\nReturn the raw counters of gradckpt.stats()."},
     {"reset_stats", gck_reset_stats_py, METH_NOARGS, "reset_stats()\n--\n\nReset all but what counts live payloads."},
-    {"restart_peak", gck_restart_peak_py, METH_NOARGS, "restart_peak()\n--\n\nReturn peak_live_bytes; begin it anew."},
+    {"restart_peak", gck_restart_peak_py, METH_NOARGS, "restart_peak()\n--\n\nReturn both peaks; begin them anew."},
     {"on_paper", gck_on_paper_py, METH_NOARGS, "on_paper()\n--\n\nReturn whether a step runs on paper here."},
     {"choose_options", (PyCFunction)(void (*)(void))gck_choose_options_py, METH_VARARGS | METH_KEYWORDS,
      "choose_options(regions, options, kept, need, time, error, last_need, budget, error_budget=0, buckets=4096)\n"

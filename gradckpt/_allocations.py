@@ -5,10 +5,14 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import heapq
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from gradckpt._engine import torch_private as private
 
 KINDS = ("boundaries", "saves", "transient", "gradients", "other")
 
@@ -17,6 +21,9 @@ OUTSIDE = "(outside the model)"
 
 #: Begins the name of each mark.
 MARK = "gradckpt."
+
+#: Marks around what no memory is allocated for.
+_PAPER, _END_OF_PAPER = "paper", "end of paper"
 
 _BACKWARD = "autograd::engine::evaluate_function: "
 
@@ -41,6 +48,24 @@ class Found(NamedTuple):
     timeline: list[MemoryPoint]
     top: int
     by_region: dict[str, int]
+
+
+def mark(text: str) -> None:
+    with private.record_function(MARK + text):
+        pass
+
+
+@contextlib.contextmanager
+def on_no_memory() -> Iterator[None]:
+    """Let a profiler that is active know that this thread's allocations in the block are none."""
+    active = private.profiler_active()
+    if active:
+        mark(_PAPER)
+    try:
+        yield
+    finally:
+        if active:
+            mark(_END_OF_PAPER)
 
 
 # ---- events ----
@@ -210,12 +235,17 @@ def analyse(threads: list[list[_Event]]) -> dict[str, Found]:
     events = list(heapq.merge(*threads, key=lambda event: event.ns))
     regions, runs = _Regions(), _Runs()
     inside: Counter[int] = Counter()  # number of nodes around each thread
+    paper: Counter[int] = Counter()  # number of steps on paper that each thread is in
     alive: dict[tuple[str, int], _Block] = {}
     #: device -> (index of the event, the new block, the block that died), in order
     changes: dict[str, list[tuple[int, _Block | None, _Block | None]]] = {}
     for i, event in enumerate(events):
         thread = event.thread
-        if event.what == "allocate":
+        if event.what == "mark" and event.text in (_PAPER, _END_OF_PAPER):
+            paper[thread] += 1 if event.text == _PAPER else -1
+        elif paper[thread] and event.what != "release":  # of which those of earlier blocks are real
+            continue
+        elif event.what == "allocate":
             # An optimizer may step during a backward, in a gradient's hook; its states are not
             # gradients.
             run = len(runs.starts) - 1 if inside[thread] and not event.stepping else -1

@@ -11,6 +11,7 @@ import contextvars
 import ctypes
 import functools
 import gc
+import importlib
 import logging
 import os
 import select
@@ -25,9 +26,33 @@ import torch
 
 from gradckpt._host_random import host_random
 
-__all__ = ["Restorable", "apart", "can_fork", "side_by_side"]
+__all__ = ["Restorable", "apart", "can_fork", "shown_as_base", "side_by_side"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
+
+
+def shown_as_base(kind: type[E]) -> type[E]:
+    """Give a private class of exceptions the name of its base, which is what users may catch.
+
+    Instances pickle with their attributes, as from a child.
+    """
+    place, base = (kind.__module__, kind.__name__), kind.__mro__[1]
+
+    def reduce(self: E) -> Any:
+        return _again, (*place, self.args, vars(self))
+
+    kind.__reduce__ = reduce  # type: ignore[method-assign, assignment]
+    kind.__module__, kind.__name__, kind.__qualname__ = base.__module__, base.__name__, base.__qualname__
+    return kind
+
+
+def _again(module: str, name: str, args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    kind = getattr(importlib.import_module(module), name)
+    error: Exception = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
+
 
 #: A child that has done nothing for so many seconds waits for a thread that it has not.
 _IDLE = 60.0

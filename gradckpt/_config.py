@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, Union
 
+import torch
+
 from gradckpt import _C
 from gradckpt._codec_names import ALIASES, resolve_codec
 from gradckpt._engine.user_lines import user_frame
@@ -39,6 +41,13 @@ _KEYWORDS = {
     **dict.fromkeys(("every", "every_n", "every_k", "interval", "stride"), ("every_n_layers",)),
     **dict.fromkeys(("min_size", "min_elements", "threshold"), ("min_numel",)),
 }
+
+
+def written(value: Any) -> str:
+    """Return a value as messages show it: a tensor by its type and shape."""
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    return repr(value)
 
 
 def instead_of(key: str, value: Any, known: Iterable[str]) -> str | None:
@@ -136,11 +145,13 @@ class CompressionConfig:
         object.__setattr__(self, "codec", resolve_codec(self.codec, of_activations=True))
         for flag in ("fake_quantize", "stochastic"):
             if not isinstance(getattr(self, flag), bool):
-                raise TypeError(f"gradckpt: {flag} is True or False, not {getattr(self, flag)!r}")
+                raise TypeError(f"gradckpt: {flag} is True or False, not {written(getattr(self, flag))}")
         if not isinstance(self.replay_discrete, bool) and self.replay_discrete != "casts":
-            raise ValueError(f'gradckpt: replay_discrete is True, False or "casts", not {self.replay_discrete!r}')
+            raise ValueError(
+                f'gradckpt: replay_discrete is True, False or "casts", not {written(self.replay_discrete)}'
+            )
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int):
-            raise TypeError(f"gradckpt: min_numel is an int, not {self.min_numel!r}")
+            raise TypeError(f"gradckpt: min_numel is an int, not {written(self.min_numel)}")
         if self.min_numel < 0:
             raise ValueError(f"gradckpt: min_numel counts values and cannot be {self.min_numel}")
         check_key((self.seed, 0, 0))
@@ -149,7 +160,7 @@ class CompressionConfig:
                 f"gradckpt: codec {self.codec!r} has no stochastic rounding, so stochastic=True has no effect"
             )
         if self.include not in _INCLUDES:
-            raise ValueError(f"gradckpt: include is one of {', '.join(_INCLUDES)}; not {self.include!r}")
+            raise ValueError(f"gradckpt: include is one of {', '.join(_INCLUDES)}; not {written(self.include)}")
         object.__setattr__(self, "operators", _parse_operators(self.operators))
         if self.operators and self.stochastic:
             raise ValueError("gradckpt: stochastic=True and operators= exclude each other; leave one of them out")

@@ -38,9 +38,11 @@ def enable(
     decides for each region.
 
     In training, with grad enabled, each call of a chosen module is one region of
-    :func:`gradckpt.checkpoint`, or runs under :class:`gradckpt.compress_saved`. In eval mode and
-    under ``no_grad`` it runs unchanged. Only this instance changes; no class is patched. A second
-    call with equal arguments does nothing; with others, it changes the settings.
+    :func:`gradckpt.checkpoint`, or runs under :class:`gradckpt.compress_saved`. So it is in eval
+    mode if an input requires grad, as in a frozen critic; but the layers that a transformers model
+    checkpoints itself, without ``modules``, are regions in training alone. Else, and under
+    ``no_grad``, it runs unchanged. Only this instance changes; no class is patched. A second call
+    with equal arguments does nothing; with others, it changes the settings.
 
     Args:
         model: Any module; a transformers model also inside PEFT, DDP or ``torch.compile``.

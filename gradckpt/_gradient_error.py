@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, Union
 
 import torch
@@ -25,6 +25,7 @@ from gradckpt._settings import EXACT, Candidate, Setting, setting_of
 from gradckpt._stats import Stats, stats, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import (
+    autocast_on,
     halves_of,
     refuse_writes,
     run_alone,
@@ -52,8 +53,9 @@ def gradient_error(
     """Measure what compression does to the gradients of one training step of a model.
 
     The step runs once with exact recomputing and once for each candidate, always from the same
-    state of the random generators and buffers. To compare with, it also runs once under bf16
-    autocast and once in two halves: what precision and the choice of samples change. Afterwards
+    state of the random generators and buffers. Within ``torch.autocast`` all of these run under
+    it, as in training. To compare with, it also runs once under bf16 autocast (within autocast:
+    without it) and once in two halves: what precision and the choice of samples change. Afterwards
     gradients, buffers, generators, counters and the model's checkpointing are as before.
 
     Args:
@@ -75,7 +77,8 @@ def gradient_error(
     Returns:
         An object to ``print``: for each candidate ``.total``, the relative L2 error over all
         parameters, ``.cosine``, ``.worst`` parameters and ``.loss_difference``; ``.floors``;
-        ``.verdict``, one sentence; ``.to_dict()``.
+        ``.precision``, in which all of them are computed; ``.verdict``, one sentence;
+        ``.to_dict()``.
 
     Raises:
         ValueError: There is no scalar loss, gradient or candidate; the model is in eval mode; the
@@ -133,6 +136,7 @@ class Trial:
         self.step = step_of_batch(model, batch_or_step) if self.has_batch else step_of_function(model, batch_or_step)
         self.by_patch = False  # the forward calls torch's checkpoint itself
         self.exact = EXACT  # how the step runs without an error
+        self.precision = ""  # of the exact run
         self.amplified: list[str] = []  # what was found to amplify the error of the last run
         inputs = tensors_of_batch(batch_or_step) if self.has_batch else ()
         self._inputs = [(x, x._version) for x in inputs if not x.is_inference()]
@@ -156,6 +160,7 @@ class Trial:
         """
         for leaf in self._leaves:
             leaf.grad = None
+        torch.clear_autocast_cache()  # of an earlier run within the same autocast
         codec, policy = None, None
         if self.by_patch and setting.way == "enable":
             codec, policy = self._for_patch(setting)
@@ -199,7 +204,8 @@ class Trial:
             if self.modules is not None:
                 raise
             self.exact, unusable = AS_IT_IS, error
-        loss, counted, patch = self.run(self.exact)
+        with self._noting_precision():
+            loss, counted, patch = self.run(self.exact)
         if self.modules is None and not is_enabled(self.model):
             self.by_patch = patch.stats()["calls"] > 0
         if unusable is not None and not self.by_patch and any(each.recomputes for each in chosen.values()):
@@ -212,6 +218,29 @@ class Trial:
             )
         return loss
 
+    @property
+    def trained(self) -> list[Tensor]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @contextlib.contextmanager
+    def _noting_precision(self) -> Iterator[None]:
+        """Note the dtypes of the parameters, and the autocast of the model's first call."""
+        dtypes = _dtypes(self.trained)
+        kind = self.trained[0].device.type
+        casts: list[torch.dtype | None] = []
+        handle = self.model.register_forward_pre_hook(lambda *_: casts.append(autocast_on(kind)))
+        try:
+            yield
+        finally:
+            handle.remove()
+            to = (casts or [autocast_on(kind)])[0]
+            autocast = "no autocast" if to is None else f"autocast to {str(to).removeprefix('torch.')}"
+            self.precision = f"parameters in {' and '.join(dtypes)}, {autocast}"
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> list[str]:
+    return sorted({str(x.dtype).removeprefix("torch.") for x in tensors})
+
 
 #: The model as it is.
 AS_IT_IS = Setting("as it is", "", "none")
@@ -219,20 +248,20 @@ AS_IT_IS = Setting("as it is", "", "none")
 
 def _measure(trial: Trial, chosen: Mapping[str, Setting]) -> GradientErrors:
     name = type(trial.model).__name__
-    loss, trial.exact, trial.by_patch, exact = trial.apart(
-        lambda: (trial.run_exactly(chosen), trial.exact, trial.by_patch, ExactGradients(trial.model))
+    loss, trial.exact, trial.by_patch, trial.precision, exact = trial.apart(
+        lambda: (trial.run_exactly(chosen), trial.exact, trial.by_patch, trial.precision, ExactGradients(trial.model))
     )
     if exact.not_finite:
         problem = (
             f"The exact gradient of {exact.not_finite} is infinite or NaN, so nothing was compared; use another batch "
             "or a lower loss scale."
         )
-        return GradientErrors(name, loss, (), (), problem)
+        return GradientErrors(name, loss, (), (), problem, trial.precision)
     floors = (trial.apart(lambda: _bf16_floor(trial, exact)), _halves_floor(trial, exact, loss))
     errors = tuple(
         trial.apart(functools.partial(_error, trial, exact, loss, name, setting)) for name, setting in chosen.items()
     )
-    return GradientErrors(name, loss, errors, floors)
+    return GradientErrors(name, loss, errors, floors, precision=trial.precision)
 
 
 def _error(trial: Trial, exact: ExactGradients, exact_loss: float | None, name: str, setting: Setting) -> GradientError:
@@ -301,20 +330,21 @@ class StepErrors:
 
 
 def _bf16_floor(trial: Trial, exact: ExactGradients) -> Floor:
-    """Return what bf16 autocast changes, if the step does not compute in 16 bits already."""
+    """Return what bf16 autocast changes, if the step does not compute in 16 bits already; within an
+    autocast, what that changes.
+    """
     what, already = FLOORS[BF16], "the step computes in 16 bits already"
-    trained = [p for p in trial.model.parameters() if p.requires_grad]
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
-    kind = trained[0].device.type
+    dtypes, kind = _dtypes(trial.trained), trial.trained[0].device.type
     if "float32" not in dtypes:
         return Floor(BF16, what, None, f"the parameters are {dtypes[0]}")
     if not torch.amp.is_autocast_available(kind):
         return Floor(BF16, what, None, f"{kind} has no autocast")
-    if torch.is_autocast_enabled(kind):
-        return Floor(BF16, what, None, already)
+    to = autocast_on(kind)
+    if to is not None:
+        what = f"computing in {str(to).removeprefix('torch.').replace('bfloat16', 'bf16').replace('float16', 'fp16')}"
     try:
         # The cache would keep a copy of each parameter until the end of the block.
-        with torch.autocast(kind, torch.bfloat16, cache_enabled=False):
+        with torch.autocast(kind, to or torch.bfloat16, enabled=to is None, cache_enabled=False):
             trial.run(trial.exact)
     except Exception as error:
         return Floor(BF16, what, None, _first_line(error))

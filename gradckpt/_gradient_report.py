@@ -53,7 +53,8 @@ class GradientErrors:
     """The errors of all candidates; ``str()`` is a table with the verdict below it.
 
     ``loss``: the exact one, if the step returns one. ``problem``: why the exact gradients cannot be
-    compared with; then there are no errors.
+    compared with; then there are no errors. ``precision``: the dtypes of the trained parameters,
+    and the autocast under which the model ran, in words.
     """
 
     model: str
@@ -61,6 +62,7 @@ class GradientErrors:
     errors: tuple[GradientError, ...]
     floors: tuple[Floor, ...]
     problem: str = ""
+    precision: str = ""
 
     def __len__(self) -> int:
         return len(self.errors)
@@ -133,7 +135,7 @@ class GradientErrors:
             ).rstrip()
             for row in (head, *rows)
         ]
-        title = [f"gradients of one step of {self.model}, beside exact recomputing"]
+        title = [f"gradients of one step of {self.model}, beside exact recomputing", *filter(None, [self.precision])]
         amplified = [
             f"{each.name}: {text.removeprefix('gradckpt: ')}" for each in self.errors for text in each.amplified
         ]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from gradckpt import _C
-from gradckpt._allocations import KINDS, MARK, OUTSIDE, MemoryPoint, analyse, read
+from gradckpt._allocations import KINDS, OUTSIDE, MemoryPoint, analyse, mark, read
 from gradckpt._engine import torch_private as private
 from gradckpt._stats import format_bytes
 
@@ -112,7 +112,7 @@ class track_memory:
             self._profile = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
             self._add_marks()
             self._profile.__enter__()
-            _mark("start")
+            mark("start")
         except BaseException:
             self._remove_marks()
             if private.profiler_active():
@@ -226,11 +226,6 @@ _lock = threading.Lock()
 # ---- marks ----
 
 
-def _mark(text: str) -> None:
-    with private.record_function(MARK + text):
-        pass
-
-
 class _Mark:
     """A module hook that marks the call. Copies and pickles of the module get one that does
     nothing.
@@ -241,7 +236,7 @@ class _Mark:
 
     def __call__(self, *_: object) -> None:
         if not torch.compiler.is_compiling() and self.text:
-            _mark(self.text)
+            mark(self.text)
 
     def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
         return _Mark, ()
@@ -260,7 +255,7 @@ def _mark_boundaries(frame: Any) -> None:
             except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
                 continue
     if places:
-        _mark("boundaries " + ",".join(places))
+        mark("boundaries " + ",".join(places))
 
 
 def _collapse(regions: dict[str, int]) -> list[tuple[str, int, int]]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from gradckpt._config import advise, explains_keywords
+from gradckpt._config import advise, explains_keywords, written
 from gradckpt._host_memory import free_host_memory
 from gradckpt._sizes import parse_bytes
 
@@ -161,5 +161,6 @@ def parse_offload(offload: Any) -> Offload | None:
                 raise ValueError(f"gradckpt: unknown key {key!r} in offload=; {said}")
         return Offload(**offload)
     if not isinstance(offload, Offload):
-        raise TypeError(f"gradckpt: offload is True, False, 'cpu', 'disk' or a gradckpt.Offload, not {offload!r}")
+        given = written(offload)
+        raise TypeError(f"gradckpt: offload is True, False, 'cpu', 'disk' or a gradckpt.Offload, not {given}")
     return offload

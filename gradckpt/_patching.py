@@ -34,7 +34,7 @@ from gradckpt._engine.selective import contexts_of
 from gradckpt._models import activity
 from gradckpt._models.keywords import is_old_default
 from gradckpt._offload import OffloadLike, parse_offload
-from gradckpt._stats import Stats, latest_peak, restart_peak, stats
+from gradckpt._stats import PEAKS, Stats, highest, latest_peaks, restart_peaks, stats
 from gradckpt.policies import PolicyLike
 
 __all__ = ["patched"]
@@ -233,7 +233,7 @@ class patched:
         # These are plain additions: the GIL keeps other threads out of each.
         self._calls = self._reentrant = self._traced = self._regions = self._steps = 0
         self._trained = False
-        self._peak = 0  # of live_bytes, as far as a later patch's restart_peak() has ended it
+        self._peaks = (0,) * len(PEAKS)  # as far as a later patch's restart_peaks() has ended them
         self._before: Stats = stats()
         self._after: Stats | None = None
         self._said = False
@@ -266,9 +266,9 @@ class patched:
                 raise RuntimeError("gradckpt: this patched() is active already; for a block inside, make another one")
             self._forget()
             self._before = stats()
-            peak = restart_peak()
+            peaks = restart_peaks()
             for handle in _active:
-                handle._peak = max(handle._peak, peak)
+                handle._peaks = highest(handle._peaks, peaks)
             try:
                 _active.append(self)
                 if self._acts:
@@ -289,7 +289,7 @@ class patched:
             if not self.active:
                 return
             self._after = stats()
-            self._peak = max(self._peak, latest_peak())
+            self._peaks = highest(self._peaks, latest_peaks(_C.stats()))
             self._unhook()
             _active[:] = [handle for handle in _active if handle is not self]
             if not _active:
@@ -384,7 +384,8 @@ class patched:
         now = stats() if self._after is None else self._after
         found = now.since(self._before)
         if found is not now:  # else gradckpt.stats.reset() began the peak, too
-            found["peak_live_bytes"] = self._peak if self._after is not None else max(self._peak, latest_peak())
+            latest = () if self._after is not None else (latest_peaks(_C.stats()),)
+            found |= dict(zip(PEAKS, highest(self._peaks, *latest), strict=True))
         compiled = found["compiled_regions"]
         found.update(calls=self._calls + compiled, reentrant=self._reentrant, traced=self._traced + compiled)
         return found

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Union
 
@@ -26,6 +27,8 @@ from gradckpt.integrations.transformers import models
 from gradckpt.selectors import describe
 
 __all__ = ["EXACT", "READY", "Candidate", "Setting", "setting_of"]
+
+logger = logging.getLogger("gradckpt")
 
 #: Keywords of enable that gradckpt.checkpoint does not have.
 _PLACES = ("modules", "every_n_layers", "offload")
@@ -84,12 +87,24 @@ class Setting:
             stack.callback(take_off, model)
             take_off(model)
             _turn_flags_off(model)
-            for part, place in places:
-                if self.way == "enable":
-                    enable(part, **{**place, **self.options})
-                elif self.way == "torch":
-                    _use_torchs(part, place)
+            with _unlogged():
+                for part, place in places:
+                    if self.way == "enable":
+                        enable(part, **{**place, **self.options})
+                    elif self.way == "torch":
+                        _use_torchs(part, place)
             yield
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Log nothing about what is only tried."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 #: What :func:`setting_of` takes: a setting, its name in READY, a codec's name, a config, or a dict

@@ -36,7 +36,9 @@ class Compiled:
 compiled = Compiled()
 
 #: Current and highest values, which are not counts.
-_LEVELS = ("live_bytes", "peak_live_bytes")
+_LEVELS = ("live_bytes", "peak_live_bytes", "replay_bytes", "peak_bytes")
+#: Of these, the highest ones.
+PEAKS = ("peak_live_bytes", "peak_bytes")
 #: Those of places. A ring and pinned memory only grow.
 _PLACE_LEVELS = ("memory", "ring", "pinned", "file")
 
@@ -55,7 +57,7 @@ class Stats(dict[str, Any]):
         """Return the counts since ``earlier``, or since ``stats.reset()`` if it was called in
         between.
 
-        ``live_bytes``, ``peak_live_bytes`` and the bytes that places use are not changed.
+        ``live_bytes``, ``replay_bytes``, their peaks and the bytes that places use are not changed.
         """
         if self._epoch != earlier._epoch:
             return self
@@ -88,9 +90,11 @@ class Stats(dict[str, Any]):
     def headline(self) -> str:
         """Return the first line of the text."""
         steps = self["steps"] or 1
-        regions, eligible = self["regions"] / steps, self["regions_eligible"] / steps
-        layers = f"{_number(self['regions_compressed'] / steps)} of {_number(regions)} layers"
-        peak = self["peak_live_bytes"]
+        regions, peak = self["regions"], self["peak_live_bytes"]
+        each = self._layers()
+        compressed = each * self["regions_compressed"] / regions if regions else 0
+        about = "" if each == int(each) and compressed == int(compressed) else "about "
+        layers = f"{about}{_whole(compressed)} of {_whole(each)} layers"
         if self["ratio"] and not regions:
             tensors = f"{self['compressed']} of {self['eligible']} tensors"
             return (
@@ -103,19 +107,26 @@ class Stats(dict[str, Any]):
             before = peak / self["ratio"]
             if self["shared"]:  # a second use is encoded before its equal bytes drop it, and the original was one
                 before = min(before, self["bytes_in"] / steps)
-            return f"checkpoints at the peak: {_sizes(before, peak)}, {layers}"
+            return f"checkpoints at the peak: {_sizes(before, max(peak, self['peak_bytes']))}, {layers}"
         if self["compiled_tensors"]:
             sizes = _sizes(self["compiled_bytes_in"], self["compiled_bytes_out"])
             return f"checkpoints of compiled graphs: {sizes} for one call, {self['compiled_tensors']} tensors"
-        if eligible:
+        if self["regions_eligible"]:
             return f"checkpoints: nothing is compressed, {layers}"
         if regions:
-            return f"checkpoints: not compressed, {_number(regions)} layers with compress=None"
+            return f"checkpoints: not compressed, {about}{_whole(each)} layers with compress=None"
         if self["eligible"]:
             return f"saved tensors: nothing is compressed, 0 of {self['eligible']} tensors"
         if self["compiled_regions"]:
             return f"checkpoints: not counted, {self['compiled_regions']} layers in compiled graphs"
         return "checkpoints: none so far"
+
+    def _layers(self) -> float:
+        """Return the regions of a step: none of forwards that had no backward."""
+        met: int = self["regions_met"] if self["recomputes"] else self["regions"] - self["regions_dropped"]
+        regions: int = met or self["regions"]
+        steps: int = self["steps"] or 1
+        return regions / steps
 
     def __str__(self) -> str:
         rows = [row for row in self._rows() if row[1] or row[2]]
@@ -137,8 +148,8 @@ class Stats(dict[str, Any]):
             n = self[key] / steps
             return what, _number(n) if n else "", _sizes(*(self[key] / steps for key in sizes)) if n and sizes else ""
 
-        yield row("layers that checkpoint", "regions")
-        yield row("layers run again", "recomputes")
+        yield "layers that checkpoint", _whole(self._layers()) if self["regions"] else "", ""
+        yield "layers run again", _whole(self["recomputes"] / steps) if self["recomputes"] else "", ""
         if "reentrant" in self:  # of a patch
             yield row("left to torch: use_reentrant=True", "reentrant")
         codecs = ", ".join(self["codecs"])
@@ -160,6 +171,8 @@ class Stats(dict[str, Any]):
             yield "in compiled graphs, for one call", _number(self["compiled_tensors"]), sizes
         if self["live_bytes"]:
             yield "payloads alive now", "", _sizes(self["live_bytes"])
+        if self["replay_bytes"]:
+            yield "discrete outputs, random states alive now", "", _sizes(self["replay_bytes"])
         if (places := self["offload"]).get("small"):
             yield "not offloaded: smaller than min_bytes", _number(places["small"] / steps), ""
         if places.get("puts"):
@@ -176,6 +189,10 @@ def _in_mib(key: str) -> str:
 
 def _number(n: float) -> str:
     return f"{n:,.0f}" if n == int(n) else f"{n:,.1f}"
+
+
+def _whole(n: float) -> str:
+    return f"{n:,.0f}"
 
 
 def _sizes(*sizes: float) -> str:
@@ -196,29 +213,31 @@ class _Counting:
 
     ``steps``: backwards that met a region. ``regions``: checkpoint calls with grad on;
     ``regions_eligible``: those with compression; ``regions_compressed``: those of which an input
-    was compressed. ``eligible``: tensors that could be compressed (floating, require grad and are
-    not leaves): region inputs, outputs that a policy keeps compressed, tensors saved under
-    :class:`gradckpt.compress_saved`; ``compressed``: those that were. ``encoded``: payloads
-    written; ``codecs``: how many by each codec; ``shared``: times one payload served another
-    region. ``bytes_in``, ``bytes_out``: bytes of the encoded tensors and of their payloads;
-    ``ratio``: their quotient out / in, or None. ``live_bytes``, ``peak_live_bytes``: payload bytes
-    alive now, and at most. ``recomputes``. ``differing_saves``: tensors that a recompute saved and
-    the forward did not. ``held_bytes``: inputs of regions inside a region, which stayed until that
-    one had ended. ``policy_outputs``: outputs of operators that a policy
-    keeps; ``policy_bytes``: bytes of those that it keeps as they are. ``uncompressed``: tensors
-    kept by reference, counted by reason; ``uncompressed_bytes``: bytes of those that could have
-    been compressed. ``originals_alive``, ``originals_alive_bytes``: inputs that something else
-    still held when their payload was restored (``output_hidden_states``, for one): there
-    compression saved nothing. ``discrete_outputs``, ``discrete_bytes``: what
-    :attr:`CompressionConfig.replay_discrete` kept from the forward. ``compiled_regions``: regions
-    in graphs that ``torch.compile`` made, which the other counters do not see;
-    ``compiled_graphs``: those graphs that keep tensors compressed; ``compiled_tensors``,
-    ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each. ``offload``: a dict, of all
-    places that are open; :doc:`/offload` lists its keys.
+    was compressed; ``regions_met``: those that a backward met, or that saved nothing for one;
+    ``regions_dropped``: those whose graph went without a backward. ``eligible``: tensors that could
+    be compressed (floating, require grad and are not leaves): region inputs, outputs that a policy
+    keeps compressed, tensors saved under :class:`gradckpt.compress_saved`; ``compressed``: those
+    that were. ``encoded``: payloads written; ``codecs``: how many by each codec; ``shared``: times
+    one payload served another region. ``bytes_in``, ``bytes_out``: bytes of the encoded tensors and
+    of their payloads; ``ratio``: their quotient out / in, or None. ``live_bytes``,
+    ``peak_live_bytes``: payload bytes alive now, and at most; ``replay_bytes``: bytes of discrete
+    outputs and random states that are kept for recomputes now; ``peak_bytes``: payloads and these
+    at most, together. ``recomputes``. ``differing_saves``: tensors that a recompute saved and the
+    forward did not. ``held_bytes``: inputs of regions inside a region, which stayed until that one
+    had ended. ``policy_outputs``: outputs of operators that a policy keeps; ``policy_bytes``: bytes
+    of those that it keeps as they are. ``uncompressed``: tensors kept by reference, counted by
+    reason; ``uncompressed_bytes``: bytes of those that could have been compressed.
+    ``originals_alive``, ``originals_alive_bytes``: inputs that something else still held when their
+    payload was restored (``output_hidden_states``, for one): there compression saved nothing.
+    ``discrete_outputs``, ``discrete_bytes``: what :attr:`CompressionConfig.replay_discrete` kept
+    from the forward. ``compiled_regions``: regions in graphs that ``torch.compile`` made, which the
+    other counters do not see; ``compiled_graphs``: those graphs that keep tensors compressed;
+    ``compiled_tensors``, ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each.
+    ``offload``: a dict, of all places that are open; :doc:`/offload` lists its keys.
     """
 
     epoch = 0
-    earlier_peak = 0  # before the last restart_peak()
+    earlier_peaks = (0,) * len(PEAKS)  # before the last restart_peaks()
     _hidden: Stats | None = None  # what uncounted() blocks counted
 
     def __call__(self) -> Stats:
@@ -227,13 +246,13 @@ class _Counting:
 
     def _all(self) -> Stats:
         counters = _C.stats() | compiled.flat() | {"offload": places.figures()}
-        counters["peak_live_bytes"] = max(counters["peak_live_bytes"], self.earlier_peak)
+        counters |= dict(zip(PEAKS, highest(self.earlier_peaks, latest_peaks(counters)), strict=True))
         return Stats(counters, self.epoch)
 
     def reset(self) -> None:
         """Set all counters to zero; payloads that are alive stay counted in ``live_bytes``."""
         self.epoch += 1
-        self.earlier_peak = 0
+        self.earlier_peaks = (0,) * len(PEAKS)
         self._hidden = None
         _C.reset_stats()
         places.figures(restart=True)
@@ -255,20 +274,23 @@ def uncounted() -> Iterator[None]:
     finally:
         stats._hidden = stats._all().since(before)
         _C.restart_peak()
-        stats.earlier_peak = before["peak_live_bytes"] if stats.epoch == before._epoch else 0
+        stats.earlier_peaks = latest_peaks(before) if stats.epoch == before._epoch else (0,) * len(PEAKS)
 
 
-def restart_peak() -> int:
-    """Return the peak of ``live_bytes`` since the last call, and begin another one."""
-    peak = _C.restart_peak()
-    stats.earlier_peak = max(stats.earlier_peak, peak)
-    return peak
+def highest(*peaks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(max, zip(*peaks, strict=True)))
 
 
-def latest_peak() -> int:
-    """Return the peak of ``live_bytes`` since the last :func:`restart_peak`."""
-    peak: int = _C.stats()["peak_live_bytes"]
-    return peak
+def restart_peaks() -> tuple[int, ...]:
+    """Return :data:`PEAKS` since the last call, and begin others."""
+    peaks = _C.restart_peak()
+    stats.earlier_peaks = highest(stats.earlier_peaks, peaks)
+    return peaks
+
+
+def latest_peaks(counters: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return :data:`PEAKS` since the last :func:`restart_peaks`, of ``_C.stats()``."""
+    return tuple(counters[key] for key in PEAKS)
 
 
 def format_bytes(n: float) -> str:

@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradckpt._apart import shown_as_base
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_report import SAMPLES, TOKENS
 
 __all__ = [
     "StepWrites",
     "alone",
+    "autocast_on",
     "halves_of",
     "higher_order_in",
     "loss_of",
@@ -81,14 +83,12 @@ def alone(model: Module) -> Iterator[None]:
         yield
 
 
+@shown_as_base
 class StepWrites(ValueError):
     """The step changes parameters, or is about to."""
 
     def __init__(self) -> None:
         super().__init__("gradckpt: the step changes parameters; leave optimizer.step() out of it")
-
-    def __reduce__(self) -> tuple[type[StepWrites], tuple[()]]:
-        return StepWrites, ()
 
 
 @contextlib.contextmanager
@@ -154,10 +154,25 @@ def step_of_batch(model: Module, batch: Any) -> Callable[[], Tensor]:
         del result
         if not loss.requires_grad:
             raise ValueError("gradckpt: the loss does not require grad; compute it without detach() and no_grad()")
-        loss.backward()
+        with _without_autocast(loss.device.type):
+            loss.backward()
         return loss.detach()
 
     return step
+
+
+def _without_autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context for a backward, which training loops run outside of their autocast."""
+    if autocast_on(kind) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def autocast_on(kind: str) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on a kind of device, None without autocast."""
+    if not torch.amp.is_autocast_available(kind):  # as on meta
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def step_of_function(model: Module, function: Callable[[], Any]) -> Callable[[], Tensor | None]:
@@ -171,7 +186,8 @@ def step_of_function(model: Module, function: Callable[[], Any]) -> Callable[[],
                 raise ValueError(
                     "gradckpt: the step left no gradients; let it call loss.backward(), or return the loss"
                 )
-            loss.backward()
+            with _without_autocast(loss.device.type):
+                loss.backward()
         if loss is not None:
             return loss.detach()
         return torch.tensor(result) if isinstance(result, (int, float)) else None

@@ -10,10 +10,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Union
 
+from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from gradckpt import _C
 from gradckpt._codec_names import ALIASES
+from gradckpt._config import written
 from gradckpt._models.kinds import KINDS, Tree, has_forward
 
 __all__ = ["every", "m_of_n"]
@@ -94,7 +96,7 @@ def describe(selector: Any) -> str:
         return f"[{', '.join(map(describe, selector))}]"
     if isinstance(selector, Mapping):
         return f"{{{', '.join(f'{describe(key)}: {value!r}' for key, value in selector.items())}}}"
-    return getattr(selector, "__qualname__", None) or repr(selector)
+    return getattr(selector, "__qualname__", None) or written(selector)
 
 
 def select(selector: Any, tree: Tree) -> list[str]:
@@ -133,6 +135,11 @@ def _select(selector: Any, tree: Tree) -> list[str]:
         return [name for name, module in tree.names if isinstance(module, classes)]
     if callable(selector):
         return [name for name, module in tree.names if selector(name, module)]
+    if isinstance(selector, Tensor):
+        raise TypeError(
+            f"gradckpt: modules= takes no parameters, and got {written(selector)}; pass the modules that hold them, or "
+            "their class"
+        )
     raise TypeError(
         "gradckpt: modules are selected by class, name pattern, kind, module, every(), m_of_n() or a function of name "
         f"and module; not by {selector!r}"

@@ -89,6 +89,15 @@ void gck_count_live(gck_state *state, int64_t nbytes)
 
     s->live_bytes += nbytes;
     s->peak_live_bytes = s->live_bytes > s->peak_live_bytes ? s->live_bytes : s->peak_live_bytes;
+    gck_count_replay(state, 0);
+}
+
+void gck_count_replay(gck_state *state, int64_t nbytes)
+{
+    gck_stats *s = &state->stats;
+
+    s->replay_bytes += nbytes;
+    s->peak_bytes = s->live_bytes + s->replay_bytes > s->peak_bytes ? s->live_bytes + s->replay_bytes : s->peak_bytes;
 }
 
 PyObject *gck_add_device(PyObject *module, PyObject *capsule)

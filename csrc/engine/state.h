@@ -31,6 +31,8 @@ typedef struct {
     int64_t regions;                      /* checkpoint calls with grad on                      */
     int64_t regions_eligible;             /* of those, with compression                         */
     int64_t regions_compressed;           /* of those, with a payload                           */
+    int64_t regions_met;                  /* regions that a backward has met, or that saved nothing for one */
+    int64_t regions_dropped;              /* regions whose graph went without a backward        */
     int64_t policy_outputs;               /* outputs of operators that a policy keeps           */
     int64_t policy_bytes;                 /* of those, bytes of the uncompressed ones           */
     int64_t recomputes;
@@ -43,6 +45,8 @@ typedef struct {
     int64_t shared;                       /* how often a payload served another region          */
     int64_t bytes_in, bytes_out;          /* bytes of encoded tensors, and of their payloads    */
     int64_t live_bytes, peak_live_bytes;  /* payloads alive                                     */
+    int64_t replay_bytes;                 /* discrete outputs and random states alive           */
+    int64_t peak_bytes;                   /* of these and payloads, at the same time            */
     /* alive at their restore: no memory was saved */
     int64_t originals_alive, originals_alive_bytes;
     /* copies of discrete outputs */
@@ -111,6 +115,8 @@ typedef struct {
     gck_rounding  rounding;
     gck_room      rooms[GCK_NROOMS];   /* the latest used first                              */
     int64_t       restores;            /* tensors that were restored                         */
+    const PyObject *random_state;      /* compared only: the state of a generator that was counted last; or NULL */
+    int64_t       random_size;         /* bytes of a state of the CPU's generator; 0: not known yet */
     int64_t       last_step;           /* of `rounding`, at the last recompute               */
     int64_t       watched_task;        /* graph task at whose end our callback runs          */
     /* borrowed: first of the frames' tables, where there are any */
@@ -147,8 +153,9 @@ PyObject *gck_add_device(PyObject *module, PyObject *capsule);
 int gck_state_traverse(gck_state *state, visitproc visit, void *arg);
 void gck_state_clear(gck_state *state);
 
-/* Add to the live bytes in stats(). */
+/* Add to the live bytes in stats(): of payloads; of discrete outputs that are kept for a recompute. */
 void gck_count_live(gck_state *state, int64_t nbytes);
+void gck_count_replay(gck_state *state, int64_t nbytes);
 
 /* End a dealloc: free the memory, and release the object's reference to its heap type. */
 static inline void gck_object_free(PyObject *op)

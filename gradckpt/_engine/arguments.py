@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradckpt._config import instead_of
+from gradckpt._config import instead_of, written
 
 __all__ = [
     "OPTIONS",
@@ -39,7 +39,7 @@ TAKEN = frozenset({*OPTIONS, "function", "offload", "use_reentrant"})
 
 def check_bool(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"gradckpt: {key} is True or False, not {value!r}")
+        raise TypeError(f"gradckpt: {key} is True or False, not {written(value)}")
     return value
 
 

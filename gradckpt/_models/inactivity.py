@@ -27,6 +27,13 @@ HELD = "_gradckpt_adapter"
 PATIENCE = 2
 
 
+#: What transformers' layers do there, and the ways out: the second leaves the model in eval mode.
+_IN_EVAL_MODE = (
+    "eval mode, where transformers does not checkpoint; call model.train(), or to stay in eval mode "
+    'gradckpt.enable(model, modules="layer")'
+)
+
+
 @dataclasses.dataclass
 class InactivityMonitor:
     """Counters of calls that should have compressed and did not; see :func:`after_forward`."""
@@ -124,8 +131,7 @@ def _on_eval_backward(ref: weakref.ref[Any], grad: torch.Tensor) -> None:
         monitor.settled = True
         name, codec = type(model).__name__, vars(model)[HELD].active.codec
         activity.say(
-            f"compress={codec!r} had no effect in {PATIENCE} backward passes: {name} is in eval mode, where "
-            "transformers does not checkpoint; call model.train()",
+            f"compress={codec!r} had no effect in {PATIENCE} backward passes: {name} is in {_IN_EVAL_MODE}",
         )
 
 
@@ -147,7 +153,7 @@ def _reason(model: Any, adapter: Any, new: Stats) -> tuple[str, bool]:
     if other is not None and (not ours or not new["regions"]):
         return f"the layers call {describe(other)}, which they got after enable(); {again}", True
     if ours and not any(m.training for m in ours if m.gradient_checkpointing):
-        return "its layers are in eval mode, where transformers does not checkpoint; call model.train()", True
+        return f"its layers are in {_IN_EVAL_MODE}", True
     if not new["regions"]:
         instead = f"if they were replaced, {again}, else wrap them with gradckpt.checkpoint"
         return f"its layers never called checkpoint; {instead}", True

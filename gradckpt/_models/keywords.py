@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress
+from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress, written
 from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_bool, check_option
 from gradckpt._engine.selective import contexts_of
 from gradckpt._models.rules import saved_settings
@@ -151,7 +151,7 @@ def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None
 
 def check_every_n_layers(n: Any) -> int:
     if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"gradckpt: every_n_layers is an int, not {n!r}")
+        raise TypeError(f"gradckpt: every_n_layers is an int, not {written(n)}")
     if n < 1:
         raise ValueError(f"gradckpt: every_n_layers is 1 or more, not {n}")
     return n
@@ -183,10 +183,14 @@ def check_torchs(keywords: Mapping[str, Any]) -> None:
     """
     for key, value in keywords.items():
         if key not in TORCHS:
-            near = instead_of(str(key), value, (*OURS, *TORCHS))
-            meant = f"did you mean {near}?" if near else f"the keys are: {', '.join((*OURS, *TORCHS))}"
-            raise ValueError(f"gradckpt: unknown key {key!r} among the checkpointing kwargs; {meant}")
+            raise unknown_key(key, value)
         check_option(key, value)
+
+
+def unknown_key(key: Any, value: Any) -> ValueError:
+    near = instead_of(str(key), value, (*OURS, *TORCHS))
+    meant = f"did you mean {near}?" if near else f"the keys are: {', '.join((*OURS, *TORCHS))}"
+    return ValueError(f"gradckpt: unknown key {key!r} among the checkpointing kwargs; {meant}")
 
 
 def check_together(settings: Settings, torchs: Mapping[str, Any]) -> None:
@@ -235,12 +239,12 @@ def check_reentrant(settings: Settings) -> None:
         )
 
 
-def misspelt(keywords: Any) -> tuple[str, str] | None:
-    """Return the first key that looks like a misspelt one of ours, and that one."""
+def misspelt(keywords: Any) -> str | None:
+    """Return the first key that looks like a misspelt one of ours."""
     for key in keywords if isinstance(keywords, Mapping) else ():
         near = _near(key)
         if near in OURS and key not in OURS:
-            return key, near
+            return str(key)
     return None
 
 

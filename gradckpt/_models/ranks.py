@@ -62,11 +62,16 @@ class RankCheck:
         label: The name of these regions among the ranks.
         uses: The formats, by the name of a module or class; may grow until the first
             :meth:`compare`.
+        of_class: The label is that of all such regions of a process, and not of one model.
+            Otherwise the ranks compare their first models of this label with each other, their
+            second ones, and so on, in the order in which they train; the checks of one model have
+            the same ``uses``.
     """
 
-    def __init__(self, label: str, uses: Uses) -> None:
+    def __init__(self, label: str, uses: Uses, of_class: bool = False) -> None:
         self.label = label
         self.uses = uses
+        self.of_class = of_class
         self._settled_in: Callable[[], Any] = _unsettled
 
     @property
@@ -94,7 +99,7 @@ class RankCheck:
             self._settled_in = weakref.ref(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"label": self.label, "uses": self.uses}
+        return {"label": self.label, "uses": self.uses, "of_class": self.of_class}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -121,6 +126,7 @@ class _Table:
         self.group = weakref.ref(group)
         self.prefix = f"gradckpt/{generation}"
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.models: dict[str, list[Uses]] = {}  # those that trained, by label, in order
         self.said: dict[str, dict[str, list[str]]] = {}
         self.looks: dict[str, int] = {}
         self.patience = PATIENCE
@@ -133,18 +139,26 @@ class _Table:
         store = dist.distributed_c10d.PrefixStore(self.prefix, private.default_store())
         with self.lock:
             try:
-                self._say(store, check)
-                return self._hear(store, check.label)
+                label = self._name(check)
+                self._say(store, label, check.uses)
+                return self._hear(store, label)
             except (RuntimeError, json.JSONDecodeError) as error:  # the store is gone, or is none
                 logger.info("gradckpt: the ranks' codecs were not compared: %s", error)
                 return True
 
-    def _say(self, store: Any, check: RankCheck) -> None:
-        label = check.label
+    def _name(self, check: RankCheck) -> str:
+        """Return the name of the check in the store, which has the number of its model."""
+        if check.of_class:
+            return check.label
+        models = self.models.setdefault(check.label, [])
+        number = next((i for i, uses in enumerate(models) if uses is check.uses), len(models))
+        if number == len(models):
+            models.append(check.uses)
+        return f"{check.label} (number {number + 1} that trained)" if number else check.label
+
+    def _say(self, store: Any, label: str, added: Uses) -> None:
         before = self.said.get(label, {})
-        uses = {
-            name: sorted({*before.get(name, ()), *check.uses.get(name, ())}) for name in sorted({*before, *check.uses})
-        }
+        uses = {name: sorted({*before.get(name, ()), *added.get(name, ())}) for name in sorted({*before, *added})}
         if uses == before:
             return
         note = json.dumps({"rank": self.rank, "uses": uses})
@@ -183,7 +197,7 @@ def _difference(label: str, rank: int, uses: Uses, first: int, theirs: Uses) -> 
     for name, mine in uses.items():
         other = theirs.get(name)
         if other and not set(mine) & set(other):
-            where = name if name == label else f"{name!r} of {label}"
+            where = label if name == label.partition(" (number ")[0] else f"{name!r} of {label}"
             return (
                 f"gradckpt: the ranks disagree about {where}: rank {rank} has {' and '.join(mine)}, rank {first} has "
                 f"{' and '.join(other)}; give all the same compress=, or set {SWITCH}=0"

@@ -227,7 +227,7 @@ class Region:
         if args and args[0] is module:  # bound to it again, as accelerate does
             args = args[1:]
         forward = self.own or _forward_of(module)
-        if not (self.active and module.training and torch.is_grad_enabled()):
+        if not (self.active and torch.is_grad_enabled() and (module.training or _need_grad(args, kwargs))):
             return forward(*args, **kwargs)
         if self.saves is None and vars(module).get("gradient_checkpointing"):
             raise ValueError(
@@ -331,7 +331,7 @@ def _why_inactive(model: Module) -> tuple[str, bool] | None:
     if _are_replaced(regions):
         return None  # _why_replaced says so
     if not any(region.module.training for region in regions):
-        return f"{never}: they are in eval mode; call model.train()", True
+        return f"{never}: they are in eval mode, and got no input that requires grad; call model.train()", True
     return (
         f"{never}: their forward was never called with grad on; look for torch.no_grad(), or code that calls their "
         "parts",
@@ -375,6 +375,24 @@ def prepare(
         leaves_too = eligible(True, True, config.include == "floating", config.fake_quantize)
         return localized(function, args, kwargs, leaves_too)
     return function, args, kwargs
+
+
+def _need_grad(*values: Any) -> bool:
+    """Return whether a tensor in these requires grad.
+
+    In eval mode a module is a region for them: a frozen critic, or a classifier that guides a
+    sampler, through which gradients pass. An evaluation has no grad.
+    """
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            if x.requires_grad:
+                return True
+        elif isinstance(x, dict):
+            if _need_grad(*x.values()):
+                return True
+        elif isinstance(x, (tuple, list)) and _need_grad(*x):
+            return True
+    return False
 
 
 def _forward_of(module: Module) -> Callable[..., Any]:

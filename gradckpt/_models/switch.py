@@ -32,7 +32,7 @@ from gradckpt.integrations.transformers import models
 from gradckpt.policies import PolicyLike
 from gradckpt.selectors import Selector, Subset, describe
 
-__all__ = ["BUDGET", "UNSET", "Handle", "Modules", "Unset", "disable", "enable"]
+__all__ = ["BUDGET", "UNSET", "Handle", "Modules", "NothingToDo", "Unset", "disable", "enable"]
 
 logger = logging.getLogger("gradckpt")
 
@@ -58,6 +58,14 @@ UNSET: Final = Unset.UNSET
 
 #: The attribute of a model that a budget plans: an object with ``remove(model)``.
 BUDGET: Final = "_gradckpt_budget"
+
+
+class NothingToDo:
+    """What stands for a budget where a plan leaves a model as it is."""
+
+    def remove(self, model: Module) -> None:
+        pass
+
 
 #: One selector, a list of them, or a mapping of selectors to the settings of their modules.
 Modules = None | Selector | list[Any] | Mapping[Any, Any]
@@ -326,8 +334,12 @@ class Handle:
     def __repr__(self) -> str:
         chosen, model = self.modules, self._model()
         if not chosen:
-            off = model is not None and is_enabled(model)
-            return f"<gradckpt handle: {self._name} {'checkpoints nothing now' if off else 'is not enabled'}>"
+            state = "is not enabled"
+            if model is not None and BUDGET in vars(model):
+                state = "has nothing to do within the budget"
+            elif model is not None and is_enabled(model):
+                state = "checkpoints nothing now"
+            return f"<gradckpt handle: {self._name} {state}>"
         modules = dict(model.named_modules())
         rows: dict[tuple[str, str, str], int] = {}
         for name, settings in chosen.items():

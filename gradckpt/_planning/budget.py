@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from gradckpt._config import written
 from gradckpt._host_memory import free_host_memory, total_host_memory
 from gradckpt._sizes import parse_bytes
 
@@ -66,7 +67,7 @@ def size_budget(budget: Any, total: Callable[[], int]) -> Budget:
     Raises:
         ValueError: It is no size, or a fraction.
     """
-    given = f"budget={budget!r}"
+    given = f"budget={written(budget)}"
     fraction = _fraction(budget)
     if fraction is not None and 0 < fraction <= 1:
         raise ValueError(

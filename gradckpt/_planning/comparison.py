@@ -135,7 +135,7 @@ class Comparison:
         return {"verdict": self.verdict, **given}
 
     def __str__(self) -> str:
-        return "\n".join([self.verdict, "", *_table(self), "", *_lines(self), "", *self.about])
+        return "\n".join([self.verdict, "", *_table(self), "", *_lines(self), *self.about])
 
 
 def compare(model: Module, batch: Any, modules: Modules, memory: int | str | None, measure: bool) -> Comparison:
@@ -409,5 +409,7 @@ def _table(plan: Comparison) -> list[str]:
 
 
 def _lines(plan: Comparison) -> list[str]:
-    width = max(len(row.name) for row in plan.rows)
-    return ["To train so:", *(f"  {row.name.ljust(width)}  {row.line}" for row in plan.rows)]
+    rows = [row for row in plan.rows if plan.memory is None or row.fits]
+    width = max((len(row.name) for row in rows), default=0)
+    lines = [f"  {row.name.ljust(width)}  {row.line}" for row in rows]
+    return ["To train so:", *lines, ""] if lines else []

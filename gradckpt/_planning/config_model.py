@@ -25,7 +25,7 @@ from gradckpt._training_step import loss_of
 
 __all__ = ["PREPARE", "ConfigModel"]
 
-#: Who prepares a quantized model for training: PEFT, by casting what is not quantized, or nobody.
+#: Who prepares a quantized model for training: PEFT, by casting what is not quantized, or none.
 PREPARE = ("peft", "none")
 
 

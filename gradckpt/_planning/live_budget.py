@@ -37,7 +37,7 @@ from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.sharded import is_sharded, refuse_shards, trained_parts
 from gradckpt._planning.values import NotOnPaper
-from gradckpt._training_step import alone, loss_of
+from gradckpt._training_step import alone, autocast_on, loss_of
 
 __all__ = ["LiveBudget"]
 
@@ -152,7 +152,7 @@ class LiveBudget:
         """Plan for this call if need be, and set the plan that it runs with."""
         found = self._parameters.read(model)
         device = device_of(model)
-        setup = found.parameters, found.changes, device, _autocast_on(device)
+        setup = found.parameters, found.changes, device, autocast_on(device.type)
         if self._setup not in (None, setup):
             self._start_over()
         self._setup = setup
@@ -312,7 +312,7 @@ class LiveBudget:
             raise ValueError(
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; leave budget= out and "
                 "compare settings with gradckpt.plan(model, batch)"
-            ) from reason
+            ) from None
         if profile.remark:
             profile.notes.append(profile.remark)
         self._profile, self._shapes = profile, shapes
@@ -349,13 +349,6 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def _shapes_of(args: Any, kwargs: Any) -> Shapes:
     return tuple(tuple(x.shape) for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-
-
-def _autocast_on(device: torch.device) -> torch.dtype | None:
-    """Return the dtype to which autocast casts on a device, None without autocast."""
-    if not torch.amp.is_autocast_available(device.type):  # as on meta
-        return None
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _covers(large: Shapes, small: Shapes) -> bool:

@@ -26,7 +26,7 @@ def longest(
     tokens: int, size: int, needed: Callable[[int], int], held: int, limit: int, positions: int | None
 ) -> int | None:
     """Return the tokens of a step that was tried and fits, where one of 1.03 times as many was
-    tried and does not, or the model has no more positions; 0: none fits. None: unknown.
+    tried and does not, or the model's positions end there; 0: none fits. None: unknown.
 
     Args:
         tokens: Of a step whose size is known.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradckpt._apart import shown_as_base
 from gradckpt._planning.budget import Budget
 from gradckpt._planning.choose import Choice
 from gradckpt._stats import format_bytes
@@ -9,6 +10,7 @@ from gradckpt._stats import format_bytes
 __all__ = ["NoPlan"]
 
 
+@shown_as_base
 class NoPlan(ValueError):
     """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least, what
     the step adds if the budget was of activations; and ``choice``, that one.

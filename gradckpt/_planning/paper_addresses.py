@@ -30,8 +30,8 @@ class _Mapped(mmap.mmap):
 
 
 class _Unmapped(ctypes.c_byte * _ADDRESSES):  # type: ignore[misc]
-    """Addresses that the system gives to nobody, for a process that may not have so large a
-    mapping (``ulimit -v``, strict overcommitting).
+    """Addresses that the system does not give away, for a process that may not have so large
+    a mapping (``ulimit -v``, strict overcommitting).
     """
 
     first = next = 0

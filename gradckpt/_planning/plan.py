@@ -161,7 +161,7 @@ def plan(
             raise ValueError(
                 f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; compare settings with "
                 "plan(model, batch) instead"
-            ) from reason
+            ) from None
         found.check_optimizer(limit)  # before steps that take long
         if earlier is None:
             found.measure(batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from gradckpt._models.switch import Handle, disable, enable
+from gradckpt._models.switch import BUDGET, Handle, NothingToDo, disable, enable
 from gradckpt._planning.hints import IN_PYTHON, advice
 from gradckpt._planning.links import Link
 from gradckpt._planning.options import KEEP, Option
@@ -23,6 +24,8 @@ from gradckpt._planning.step_trace import Peak
 from gradckpt._stats import format_bytes
 
 __all__ = ["Offloaded", "Plan", "PlannedRegion", "digest_of", "outside_of", "plan_of"]
+
+logger = logging.getLogger("gradckpt")
 
 #: Of plan files.
 _VERSION = 1
@@ -130,6 +133,8 @@ class Plan:
         rules = self.rules_for(model)
         if all(rule == KEEP.rule for rule in rules.values()):
             disable(model)
+            vars(model)[BUDGET] = NothingToDo()
+            logger.info("gradckpt: %r", Handle(model))
             return Handle(model)
         return enable(model, None, modules=rules)
 
@@ -248,7 +253,7 @@ class Plan:
         """The answer in a few sentences."""
         limit = self._limit()
         if self.is_plain:
-            return f"It fits {limit} without checkpointing: {self._peak()}. Nothing is done."
+            return f"It fits {limit} without checkpointing: {self._peak()}. Nothing to do within the budget."
         slower = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
         times = "by estimate" if self.estimated else "as measured"
         comma = "" if self.needed is None else ","
@@ -314,7 +319,7 @@ def plan_of(plan: Any, keyword: str) -> Plan:
     except OSError as error:
         raise ValueError(
             f"gradckpt: {keyword}={os.fspath(plan)!r} cannot be read ({error.strerror}); write it with plan.save(path)"
-        ) from error
+        ) from None
 
 
 def digest_of(module: Module, parameters: Mapping[int, Mapping[str, Any]]) -> str:

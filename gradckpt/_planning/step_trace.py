@@ -20,6 +20,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from gradckpt import _C
+from gradckpt._allocations import on_no_memory
 from gradckpt._apart import apart, side_by_side
 from gradckpt._engine import torch_private as private
 from gradckpt._holders import holder_of
@@ -277,7 +278,7 @@ def trace_step(
     originals = [p for p in model.parameters() if type(p) is Parameter]
     marks: list[_Mark] = []
     try:
-        with uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
+        with on_no_memory(), uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
             batch = _map(lambda x: _batch_on_paper(mode, x), batch)
             before = _payload_bytes()
             placed = placed_before = _C.placed_on_paper()

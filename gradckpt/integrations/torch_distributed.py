@@ -247,9 +247,8 @@ def _check_of_class(kind: str, use: str) -> RankCheck:
     uses = _made.setdefault(kind, [])
     if use not in uses:
         uses.append(use)
-    return RankCheck(
-        f"{kind} in gradckpt.compat.checkpoint_wrapper", {f"{kind} in gradckpt.compat.checkpoint_wrapper": uses}
-    )
+    label = f"{kind} in gradckpt.compat.checkpoint_wrapper"
+    return RankCheck(label, {label: uses}, of_class=True)
 
 
 # ---- checks ----

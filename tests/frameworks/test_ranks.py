@@ -44,6 +44,14 @@ def test_what_differs_by_layer_or_model_and_not_by_rank_is_no_disagreement(found
         assert rank["two models"] is None
 
 
+def test_later_models_of_a_class_are_compared_too(found):
+    for rank in found:
+        agreed, differs, agreed_again, llama, other_llama, llama_again = rank["the second model"]
+        assert agreed is agreed_again is llama is llama_again is None
+        says(differs, "'0' of Second (number 2 that trained)", "int8", "int4")
+        says(other_llama, "SecondLlama in gradckpt.enable (number 2 that trained)", "int8", "int6")
+
+
 def test_the_earlier_rank_hears_it_in_its_next_call(found):
     for rank in found:
         says(rank["the first is late"], "'0' of Late", "int8", "int4")

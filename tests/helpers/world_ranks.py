@@ -96,6 +96,7 @@ def quarrels():
     found["one layer"] = error_of(one_layer)
     found["per layer"] = error_of(per_layer)
     found["two models"] = error_of(two_models)
+    found["the second model"] = second_models()
     found["the first is late"] = error_of(later)
     found["alone"] = alone()
     found["made again"] = again()
@@ -138,6 +139,13 @@ def two_models():
     gradckpt.enable(target, "int8", modules=Block)
     step(draft)
     step(target)
+
+
+def second_models():
+    """Models of a class that trained before, or whose ranks have disagreed; by each way."""
+    found = [error_of(by_apply, mine(*codecs), "Second") for codecs in (("int8",) * 2, ("int8", "int4"), ("int4",) * 2)]
+    names = ["int8", mine("int8", "int6"), "int8"]
+    return [*found, *(error_of(by_enable, codec, "SecondLlama") for codec in names)]
 
 
 def later():

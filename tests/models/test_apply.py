@@ -13,21 +13,26 @@ from apply_models import Net, build, loss_of, regions_of
 from torch import nn
 
 import gradckpt
-from gradckpt._models import regions
 from gradckpt._models.caches import WithCaches
 
 
-def test_only_training_with_grad_is_checkpointed(monkeypatch):
+def test_what_no_gradient_passes_through_is_not_checkpointed():
     model = Net()
     gradckpt.enable(model, None, modules="layers.*.0")
     assert regions_of(model) == 4
     model.eval()
+    assert regions_of(model, torch.randn(2, 8, requires_grad=True)) == 4
+    model.requires_grad_(False)
+    assert regions_of(model) == 0
+    assert regions_of(model, torch.randn(2, 8, requires_grad=True)) == 4
     model.layers[0].train()
     assert regions_of(model) == 1
-    monkeypatch.setattr(regions, "region_at", None)
-    with torch.no_grad():
-        model(torch.randn(2, 8))
-    model.eval()(torch.randn(2, 8)).sum().backward()
+    model.requires_grad_(True)
+    gradckpt.stats.reset()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            model(torch.randn(2, 8))
+    assert gradckpt.stats()["regions"] == 0
 
 
 def test_hooks_of_the_module_run_once_and_those_inside_twice():

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import logging
+import pickle
 import random
 import weakref
 
@@ -267,3 +268,71 @@ def test_regions_without_values_are_measured(monkeypatch):
     with block_times.measure_regions(model.blocks, [options.KEEP, options.RECOMPUTE]) as costs:
         step(model)
     assert costs.of(model.blocks[0], options.RECOMPUTE).seconds > 0
+
+
+# ---- nothing to do
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+ROOMY = "<gradckpt handle: Stack has nothing to do within the budget>"
+
+
+def test_a_budget_that_needs_nothing_says_so(caplog, recwarn):
+    caplog.set_level(logging.INFO, "gradckpt")
+    model, batch = Stack(), torch.randn(64, 64)
+    handle = gradckpt.enable(model, budget="1GiB")
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(4):
+        model(batch).backward()
+        optimizer.step()
+    assert repr(handle) == ROOMY
+    assert "without checkpointing: " in caplog.text
+    assert "Nothing to do within the budget." in caplog.text
+    assert "not enabled" not in caplog.text
+    assert not [each for each in recwarn if isinstance(each.message, gradckpt.GradckptInactiveWarning)]
+    assert str(gradckpt.stats()).partition("\n")[0].endswith(" 3 layers with compress=None")  # of the first step
+    handle.remove()
+    assert repr(handle) == "<gradckpt handle: Stack is not enabled>"
+
+
+def test_a_plan_that_needs_nothing_says_so(caplog):
+    caplog.set_level(logging.INFO, "gradckpt")
+    batch = torch.randn(64, 64)
+    plan = gradckpt.plan(Stack(), batch, budget="1GiB")
+    assert "Nothing to do within the budget." in plan.verdict
+    model = Stack()
+    gradckpt.enable(model, "int8")
+    handle = gradckpt.enable(model, plan=plan)
+    copied = pickle.loads(pickle.dumps((model, handle)))
+    assert repr(handle) == repr(copied[1]) == ROOMY
+    assert ROOMY in caplog.text
+    assert "Sequential" in repr(gradckpt.enable(model, "int8"))
+    gradckpt.enable(model, plan=plan)
+    gradckpt.disable(model)
+    assert repr(handle) == "<gradckpt handle: Stack is not enabled>"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda model, batch: gradckpt.plan(model, batch),
+        lambda model, batch: gradckpt.plan(model, batch, budget="activations:1MiB", error=0.5, compress="int8"),
+        lambda model, batch: gradckpt.plan(model, batch, budget="activations:130KiB", compress="int8"),
+        lambda model, batch: gradckpt.gradient_error(model, batch),
+    ],
+    ids=["table", "error", "budget", "gradient_error"],
+)
+def test_settings_that_are_only_tried_are_not_logged(plan, caplog):
+    caplog.set_level(logging.INFO, "gradckpt")
+    plan(Stack(), torch.randn(64, 64))
+    assert "handle" not in caplog.text

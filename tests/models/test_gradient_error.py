@@ -120,6 +120,51 @@ def test_no_floor_of_bf16_for_other_dtypes(dtype):
     assert (floor.total, floor.note) == (None, f"the parameters are {str(dtype).removeprefix('torch.')}")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("alone", [True, False])
+def test_within_autocast_all_steps_run_under_it(dtype, alone, monkeypatch):
+    """Beside what the training does: the floor is what its autocast changes of float32."""
+    if not alone:
+        monkeypatch.setattr(_apart, "can_fork", lambda: False)
+
+    def exactly(codec, enabled=True):
+        model = Net().train()
+        torch.manual_seed(2)
+        with gradckpt.enable(model, codec, modules=Block):
+            with torch.autocast("cpu", dtype, enabled=enabled):
+                loss = model(*batch())
+            loss.backward()
+        return {name: p.grad.double().clone() for name, p in model.named_parameters()}
+
+    model = Net().train()
+    torch.manual_seed(2)
+    with torch.autocast("cpu", dtype):
+        found = gradckpt.gradient_error(model, batch(), ["int8", "lossless"], modules=Block)
+        assert torch.is_autocast_enabled("cpu")
+    exact = exactly(None)
+    assert found["lossless"].total == 0
+    assert found["int8"].total == pytest.approx(error_by_hand(exact, exactly("int8")), rel=5e-4)
+    name = str(dtype).removeprefix("torch.")
+    assert str(found).splitlines()[1] == f"parameters in float32, autocast to {name}"
+    floor, samples = found.floors
+    assert floor.total == pytest.approx(error_by_hand(exact, exactly(None, enabled=False)), rel=5e-3)
+    assert floor.what == f"computing in {'bf16' if dtype is torch.bfloat16 else 'fp16'}"
+    assert samples.total
+    assert found.to_dict()["precision"] == found.precision
+
+
+def test_the_precision_of_a_function_and_of_mixed_parameters():
+    model = Net()
+    assert gradckpt.gradient_error(model, lambda: autocast_inside(model), "lossless").precision.endswith(
+        "autocast to bfloat16"
+    )
+    model.head.to(torch.bfloat16)
+    model.head.forward = lambda x: nn.functional.linear(x, model.head.weight.float(), model.head.bias.float())
+    assert gradckpt.gradient_error(model, batch(), "lossless").precision == (
+        "parameters in bfloat16 and float32, no autocast"
+    )
+
+
 def autocast_inside(model):
     with torch.autocast("cpu", torch.bfloat16):
         return model(*batch())
@@ -304,8 +349,9 @@ def test_table_and_dict():
     result = gradckpt.gradient_error(Net(), batch(), {"mine": "int8", "theirs": "torch"})
     text = str(result).splitlines()
     assert text[0] == "gradients of one step of Net, beside exact recomputing"
-    assert text[1].split() == ["setting", "error", "cosine", "loss", "worst", "parameter"]
-    assert [line.split()[0] for line in text[2:6]] == ["mine", "theirs", "computing", "choosing"]
+    assert text[1] == result.precision == "parameters in float32, no autocast"
+    assert text[2].split() == ["setting", "error", "cosine", "loss", "worst", "parameter"]
+    assert [line.split()[0] for line in text[3:7]] == ["mine", "theirs", "computing", "choosing"]
     assert text[-1] == result.verdict
     assert result.verdict.startswith("mine changes the gradients by ")
     assert json.loads(json.dumps(result.to_dict()))["errors"][0]["total"] == result[0].total

@@ -388,7 +388,20 @@ def test_verdicts():
     assert none.verdict.startswith("Nothing fits 1.00 KiB: the smallest peak is")
     assert f"with {least}. " in none.verdict
     assert none["int8"].fits is False
-    assert gradckpt.plan(model, batch)["int8"].fits is None
+    table = gradckpt.plan(model, batch)
+    assert table["int8"].fits is None
+    assert lines_to_paste(table) == list(totals)
+    assert lines_to_paste(fits) == list(totals)
+    assert lines_to_paste(some) == [row.name for row in some.rows if row.fits]
+    assert "To train so" not in str(none)
+    assert not lines_to_paste(none)
+
+
+def lines_to_paste(plan):
+    """The names in "To train so:", each of which has a line."""
+    lines = str(plan).partition("To train so:\n")[2].partition("\n\n")[0].splitlines()
+    assert all("gradckpt." in line or line.split()[0] == "none" for line in lines)
+    return [row.name for line in lines for row in plan.rows if line.startswith(f"  {row.name}  ")]
 
 
 def advice(position, hints=IN_PYTHON, fixed=None, **parts):

@@ -13,6 +13,7 @@ from test_trainer_flag import compressed_by, flag, trainer_of
 import gradckpt
 from gradckpt import GradckptInactiveWarning
 from gradckpt._engine import op_mixing
+from gradckpt._models.keywords import OURS
 from gradckpt.integrations.transformers import trainer_callback
 from gradckpt.integrations.transformers.trainer_callback import GradckptFlag
 
@@ -102,8 +103,35 @@ class TestOthers:
 def test_a_misspelt_key_that_reaches_the_layers(kwargs, tmp_path):
     """transformers hands it to torch's checkpoint, and this to the layers, which ignore it."""
     (key,) = kwargs
-    with pytest.warns(GradckptInactiveWarning, match=rf"has '{key}', which means nothing to the layers of Llama"):
-        train(build(), tmp_path, **flag({"use_reentrant": False, **kwargs}))
+    for beside in ({}, {"use_reentrant": False}):
+        with pytest.raises(
+            ValueError, match=rf"unknown key '{key}' among the checkpointing kwargs; did you mean '\w+'"
+        ):
+            train(build(), tmp_path, **flag({**beside, **kwargs}))
+
+
+@pytest.mark.parametrize("key", [key for key in OURS if key != "plan"])
+def test_all_of_our_keys_are_known_misspelt(key, tmp_path):
+    wrong = key[:-2] + key[-1]
+    hint = rf"unknown key '{wrong}' among the checkpointing kwargs; did you mean '{key}'\?"
+    with pytest.raises(ValueError, match=hint):
+        train(build(), tmp_path, **flag({wrong: True}))
+    model = build()
+    gradckpt.enable(model, "int8")
+    with pytest.raises(ValueError, match=hint):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={wrong: True})
+
+
+def test_a_key_of_the_layers_is_not_ours(tmp_path, monkeypatch):
+    model = build()
+    layer = type(model.model.layers[0])
+    forward = layer.forward
+
+    def with_key(self, hidden_states, *args, planned=None, **kwargs):
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", with_key)
+    train(model, tmp_path, **flag({"use_reentrant": False, "planned": 1}))  # raises nothing
 
 
 def test_hint_for_a_model_of_ones_own(tmp_path):

@@ -3,14 +3,26 @@ backward on a thread of its own. No GPU is needed; what the fields mean was read
 (CUDACachingAllocator.cpp)."""
 
 import itertools
+import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import gradckpt
 from gradckpt import _allocations, track_memory
 from gradckpt._memory import _result
 
 MAIN, DEVICE = 1, 2
+
+
+class Feed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, 128), torch.nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
 class Tree:
@@ -181,3 +193,38 @@ def test_a_module_that_no_hook_has_left_ends_with_its_node():
     tree.node("MmBackward0", 0, lambda: tree.mark("enter net", MAIN), thread=MAIN)
     tree.memory(10, 1)
     assert tree.devices()["cuda:0"].by_region == {_allocations.OUTSIDE: 10}
+
+
+@pytest.mark.parametrize("budget", ["activations:1800KiB", "activations:1GiB"])
+def test_a_step_on_paper_is_no_memory(budget):
+    """The first call under a budget runs the step on paper, in each option: where the process has
+    another thread, in the process itself."""
+    net = torch.nn.Sequential(*(Feed() for _ in range(8)))
+    batch = torch.randn(512, 32, requires_grad=True)
+    gradckpt.enable(net, budget=budget)
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with gradckpt.track_memory(net) as memory:
+            net(batch).sum().backward()
+    finally:
+        done.set()
+        other.join()
+    assert 0 < memory.peak < 2 * 2**20  # without checkpointing 5 MiB
+    assert all(size >= 0 for size in memory.by_kind.values())
+    assert memory.by_region.keys() <= {"(outside the model)", "Sequential", *dict(net.named_modules())}
+
+
+def test_what_is_released_while_a_step_is_on_paper_is_released():
+    tree = Tree()
+    tree.memory(100, 1, "cpu")
+    tree.mark("paper")
+    tree.memory(1000, 2, "cpu")
+    tree.memory(-100, 1, "cpu")
+    tree.memory(7, 3, "cpu", DEVICE)  # another thread's
+    tree.mark("end of paper")
+    tree.memory(-1000, 2, "cpu")
+    tree.memory(10, 2, "cpu")
+    (cpu,) = tree.devices().values()
+    assert [point.total for point in cpu.timeline] == [100, 0, 7, 17]

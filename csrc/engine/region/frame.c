@@ -3,6 +3,7 @@
 
 #include "engine/innermost_hooks.h"
 #include "engine/payload/rounding.h"
+#include "engine/payload/stats.h"
 #include "engine/selective/op_mixing.h"
 #include "engine/selective/selective_mode.h"
 
@@ -162,8 +163,22 @@ static int frame_clear(PyObject *op)
     Py_CLEAR(frame->node.policy_fn);
     Py_CLEAR(frame->node.parameters_in);
     Py_CLEAR(frame->node.outputs);
+    gck_uncount_random(frame->state, frame->random_bytes);
+    frame->random_bytes = 0;
     gck_ambient_clear(&frame->ambient);
     return 0;
+}
+
+/* Count a region that no backward has met: one that saved nothing had no need of it. */
+static void count_unmet(const gck_frame *frame)
+{
+    gck_stats *s = &frame->state->stats;
+
+    if (frame->phase == GCK_SAVED_PHASE && frame->nslots == 0) {
+        s->regions_met++;
+    } else {
+        s->regions_dropped++;
+    }
 }
 
 static void frame_dealloc(PyObject *op)
@@ -176,6 +191,9 @@ static void frame_dealloc(PyObject *op)
         if (frame->slots[i].holder != NULL) {
             frame->slots[i].holder->frame = NULL;
         }
+    }
+    if (gck_frame_is_unmet(frame)) {
+        count_unmet(frame);
     }
     frame_clear(op);
     free(frame->slots);

@@ -54,6 +54,8 @@ struct gck_frame {
     PyObject    *once;               /* modules whose statistics a recompute restores, as in gck_options */
     gck_rounding rounding;           /* where the noise of tensors encoded inside begins   */
     int          approximate;        /* the recompute gets other values than the forward   */
+    int64_t      unmet_in;           /* the epoch of the counters that count it, plus 1; 0: a backward has met it */
+    int64_t      random_bytes;       /* counted for its state of the generator             */
     int          exact;              /* not now: a forward around it runs, see running.h   */
     uint64_t     layouts;            /* of the arguments in the forward, see run.h         */
     PyObject    *originals[GCK_GIVEN];   /* owned: weak references to these arguments; NULL: fewer */
@@ -94,6 +96,9 @@ static inline int gck_checks_origins(const gck_frame *frame)
 {
     return frame->check != GCK_CHECK_NOTHING && frame->metadata_fn == NULL;
 }
+
+/* 1 when the region is counted, and no backward has met it. */
+static inline int gck_frame_is_unmet(const gck_frame *frame) { return frame->unmet_in == frame->state->epoch + 1; }
 
 /* New reference, RECORDING, empty.  NULL with an exception. */
 gck_frame *gck_frame_new(gck_state *state);

@@ -11,6 +11,7 @@
 #include "engine/payload/input_aliasing.h"
 #include "engine/payload/restored.h"
 #include "engine/payload/rounding.h"
+#include "engine/payload/stats.h"
 #include "engine/selective/op_catching.h"
 #include "engine/selective/op_hiding.h"
 #include "engine/selective/op_storage.h"
@@ -50,6 +51,7 @@ static int begin(gck_frame *frame, gck_packing *packing)
         store->alone = packing->outer ? NULL : (PyObject *)frame;
     }
     state->stats.regions++;
+    frame->unmet_in = state->epoch + 1;
     state->stats.regions_eligible += packing->plan.codec != NULL;
     if (tracing) {
         packing->plan.codec = NULL;
@@ -151,7 +153,8 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.fake_quantize)) {
         gck_input_aliasing_clear(&packing->aliases);    /* the function may free what it takes out of a list */
     }
-    if (gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0) {
+    if (gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0
+        || gck_count_random(state, frame->ambient.cpu_rng, &frame->random_bytes) < 0) {
         return -1;
     }
     return packing->outer ? 0 : show(frame);     /* outer hooks decide whether the bytes stay */
@@ -203,6 +206,8 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
         return -1;
     }
     frame->state->stats.recomputes++;
+    frame->state->stats.regions_met += gck_frame_is_unmet(frame);
+    frame->unmet_in = 0;
     frame->state->rounding.restored = 1;
     return 0;
 }

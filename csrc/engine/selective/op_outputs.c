@@ -1,5 +1,4 @@
-/* op_outputs.c: heap type OpOutput: what is kept of one call of an operator, and how it is
- * returned. */
+/* op_outputs.c: heap type OpOutput: what is kept of one call of an operator, and how it is returned. */
 #include "engine/selective/op_outputs.h"
 
 #include "gradckpt.h"
@@ -15,6 +14,7 @@
 #include "engine/payload/payload_bytes.h"
 #include "engine/payload/payload_decode.h"
 #include "engine/payload/rounding.h"
+#include "engine/payload/stats.h"
 
 #include <structmember.h>
 
@@ -46,6 +46,9 @@ static void kept_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
 
     PyObject_GC_UnTrack(self);
+    if (((gck_op_output *)self)->counted_in != NULL) {
+        gck_count_replay(((gck_op_output *)self)->counted_in, -((gck_op_output *)self)->counted);
+    }
     kept_clear(self);
     PyObject_GC_Del(self);
     Py_DECREF(type);
@@ -302,6 +305,19 @@ int gck_op_output_written(const gck_op_storage *store, PyObject *entry)
     return written;
 }
 
+/* Count an entry, which may be NULL, as a discrete output of so many bytes, alive until it is freed. */
+static PyObject *counted(gck_op_storage *store, PyObject *entry, int64_t nbytes)
+{
+    store->state->stats.discrete_outputs += entry != NULL;
+    if (entry != NULL && nbytes > 0) {
+        ((gck_op_output *)entry)->counted_in = store->state;
+        ((gck_op_output *)entry)->counted = nbytes;
+        store->state->stats.discrete_bytes += nbytes;
+        gck_count_replay(store->state, nbytes);
+    }
+    return entry;
+}
+
 /* A copy of a discrete output; bool as bits. */
 static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *unused)
 {
@@ -310,6 +326,7 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *un
     const int tensor = gck_is_tensor(&state->py, x);
     PyObject *val = NULL;
     gck_skip_reason skip;
+    int64_t nbytes = 0;
     int reason;
 
     (void)unused;
@@ -320,14 +337,13 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *un
     reason = gck_input_judge(&state->py, &in, bits, 0);
     if (reason == GCK_COMPRESS) {
         val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, NULL, &skip);
-        state->stats.discrete_bytes += val != NULL ? ((gck_payload *)val)->nbytes : 0;
+        nbytes = val != NULL ? ((gck_payload *)val)->nbytes : 0;
     } else if (reason > 0 && (val = PyObject_CallMethod(x, "clone", NULL)) != NULL
-               && gck_count_bytes(&state->py, val, &state->stats.discrete_bytes) < 0) {
+               && gck_count_bytes(&state->py, val, &nbytes) < 0) {
         Py_CLEAR(val);
     }
     gck_input_clear(&in);
-    state->stats.discrete_outputs++;
-    return kept_new(store, val, -1);
+    return counted(store, kept_new(store, val, -1), nbytes);
 }
 
 /* f(item) for each item of a tuple or list, into a tuple or list.  Outputs after the first
@@ -368,8 +384,7 @@ PyObject *gck_op_output_keep(gck_op_storage *store, PyObject *out, const gck_pla
     return kept;
 }
 
-/* Call form.keep(args, kwargs, b) or form.give(a, args, kwargs) without grad: not every operator
- * comes from below autograd. */
+/* form.keep(args, kwargs, b) or form.give(a, args, kwargs) without grad: not every operator is below autograd. */
 static PyObject *ask_form(PyObject *form, const gck_call *call, const char *method, PyObject *a, PyObject *b)
 {
     const bool grad = gck_torch.aoti_torch_grad_mode_is_enabled();
@@ -382,7 +397,7 @@ static PyObject *ask_form(PyObject *form, const gck_call *call, const char *meth
     return result;
 }
 
-/* New reference: what the form returns for the call, if anything.  It also returns the bytes. */
+/* New reference: what the form returns for the call, if anything, with its bytes. */
 static PyObject *keep_form(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
 {
     PyObject *made = ask_form(form, call, "keep", NULL, out);
@@ -392,8 +407,7 @@ static PyObject *keep_form(gck_op_storage *store, const gck_call *call, PyObject
     if (made != NULL && made != Py_None && PyArg_ParseTuple(made, "OL", &val, &nbytes)
         && (entry = kept_new(store, Py_NewRef(val), -1)) != NULL) {
         ((gck_op_output *)entry)->form = Py_NewRef(form);
-        store->state->stats.discrete_outputs++;
-        store->state->stats.discrete_bytes += nbytes;
+        counted(store, entry, nbytes);
     }
     Py_XDECREF(made);
     return entry;
@@ -412,6 +426,8 @@ int gck_op_output_note_draw(gck_op_storage *store, Py_ssize_t index, gck_draw *d
     if (drawn != NULL && drawn != Py_None
         && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 0), &store->state->stats.discrete_bytes) == 0
         && gck_count_bytes(&store->state->py, PyTuple_GetItem(drawn, 1), &store->state->stats.discrete_bytes) == 0
+        && gck_count_random(store->state, PyTuple_GetItem(drawn, 0), &store->random_bytes) == 0
+        && gck_count_random(store->state, PyTuple_GetItem(drawn, 1), &store->random_bytes) == 0
         && index < store->ncalls) {
         PyObject *old = store->calls[index].drawn;
         store->calls[index].drawn = Py_NewRef(drawn);

@@ -16,6 +16,8 @@ typedef struct {
     /* The memory of an alias, and what may have changed unseen by its version: */
     const char *data;
     int64_t   nbytes;        /* 0: not an alias                                              */
+    gck_state *counted_in;   /* borrowed, as in its storage: counts these bytes of a discrete output; or NULL */
+    int64_t   counted;
     PyObject *others;        /* list of (tensor of this memory with its own version counter, version); or NULL */
     PyObject *copy;          /* made before a write that the version may not show; or NULL   */
     int       written;       /* such a write came before the copy                            */

@@ -2,6 +2,7 @@
 #include "engine/selective/op_storage.h"
 
 #include "torch/error.h"
+#include "engine/payload/stats.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -102,6 +103,8 @@ static int store_clear(PyObject *op)
         Py_XDECREF(last.drawn);
     }
     Py_CLEAR(self->watched.op);
+    gck_uncount_random(self->state, self->random_bytes);
+    self->random_bytes = 0;
     return 0;
 }
 

@@ -50,6 +50,7 @@ typedef struct {
     PyObject  *storage;
     gck_recorded_call *calls;       /* of the forward, in order; malloc                             */
     Py_ssize_t ncalls, room;
+    int64_t    random_bytes;        /* counted for what the calls drew                              */
     int        stamped;             /* its calls have stamps                                        */
     int        mutation;            /* entries may have been changed in place                       */
     int        reusable;            /* a call may be replayed more than once                        */

@@ -9,6 +9,7 @@ transformers models whose layers were given our keys.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from gradckpt._config import warn_inactive
 from gradckpt._enable import enable
-from gradckpt._models.adapter import ADAPTERS, Adapter, adapter_of, adapter_over, held_function, original
+from gradckpt._models.adapter import ADAPTERS, Adapter, adapter_of, adapter_over, held_function, layers_of, original
 from gradckpt._models.keywords import (
     OURS,
     Settings,
@@ -32,6 +33,7 @@ from gradckpt._models.keywords import (
     misspelt,
     plan_keywords,
     pop_our_keys,
+    unknown_key,
 )
 from gradckpt._models.regions import Region, region_of, regions_in
 from gradckpt._models.switch import log_larger_errors, take_off
@@ -111,7 +113,7 @@ def _act(args: Any, model: Any, optimizer: Any) -> None:
     on = bool(getattr(args, name, False))
     models = models_in(model)
     if near is not None:
-        _warn_misspelt(name, *near, models)
+        _check_misspelt(kwargs, near, models)
     for region in list(BY_FLAG):
         if any(region_of(part) is region for each in models for part in each.modules()):
             region.remove()
@@ -137,13 +139,17 @@ def _act(args: Any, model: Any, optimizer: Any) -> None:
         _enable_from_flag(model, models, kwargs)
 
 
-def _warn_misspelt(name: str, key: str, near: str, models: Iterable[Any]) -> None:
-    """Warn of a key that layers were given and ignore; a library may have taken it out before."""
+def _check_misspelt(kwargs: Mapping[str, Any], key: str, models: Iterable[Any]) -> None:
+    """Check a key that layers were given and ignore; a library may have taken it out before.
+
+    Raises:
+        ValueError: It is a misspelt one of ours.
+    """
     for each in models:
-        if key in getattr(held_function(each), "keywords", {}):
-            layers = f"the layers of {type(each).__name__}"
-            warn_inactive(f"{name}_kwargs has {key!r}, which means nothing to {layers}; did you mean {near!r}?")
-            return
+        if key in getattr(held_function(each), "keywords", {}) and not any(
+            key in inspect.signature(layer.forward).parameters for _, layer in layers_of(each)
+        ):
+            raise unknown_key(key, kwargs[key])
 
 
 def _settle(adapter: Adapter, whole: Any, models: Iterable[Any], replaced: bool) -> None:
