@@ -228,7 +228,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    warnings.simplefilter("ignore", FutureWarning)
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # which PEFT reads
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
