@@ -33,7 +33,6 @@ import itertools
 import json
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -459,7 +458,7 @@ def untrained_base(folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
-    warnings.simplefilter("ignore", FutureWarning)
+    machine.allow_old_name()
     torch.set_num_threads(1)  # as the runs of bench_training.py
     facts = machine.facts()
     check_formats()

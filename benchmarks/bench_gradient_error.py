@@ -22,7 +22,6 @@ import logging
 import os
 import re
 import statistics
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +190,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
-    warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     facts = {**machine.facts(), "transformers": transformers.__version__, "seeds": options.seeds}
     if options.timm:

@@ -24,7 +24,7 @@ import guards
 import peft
 import torch
 import transformers
-from machine import add_quick, facts, print_head, print_table
+from machine import add_quick, allow_old_name, facts, print_head, print_table
 
 import gradckpt
 from gradckpt._planning import config_model
@@ -120,6 +120,7 @@ def main(argv=None):
     parser.add_argument("--layers", type=int, default=32)
     add_quick(parser)
     o = parser.parse_args(argv)
+    allow_old_name()
     losses, size = ("model", "chunked"), (WIDTH, WORDS)
     if o.quick:
         o.tokens, o.layers, losses, size = 4096, 4, ("chunked",), (256, 2048)

@@ -40,7 +40,6 @@ import os
 import signal
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +217,7 @@ def check_page(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", FutureWarning)
+    machine.allow_old_name()
     reason = machine.why_no_cuda() if options.device == "cuda" else None
     if reason:
         sys.exit(f"bench_training: {reason}; without --device it trains on the cores")

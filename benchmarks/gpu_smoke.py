@@ -242,10 +242,12 @@ def hugging_face(job: Job, row: Callable[..., None]) -> None:
             subject.compare(f"Hugging Face Llama: {name}", is_lossy, row, count)
     for codec in ("int8", "lossless"):
         with job.part(f"Hugging Face Llama: patched, {codec}"):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            old = not hasattr(model, "activation_checkpointing_enable")  # transformers before 5.23
+            turn = "gradient_checkpointing" if old else "activation_checkpointing"
+            getattr(model, f"{turn}_enable")({"use_reentrant": False})
             with gradckpt.patched(codec):
                 subject.compare(f"Hugging Face Llama: patched, {codec}", codec == "int8", row, 3)
-            model.gradient_checkpointing_disable()
+            getattr(model, f"{turn}_disable")()
 
 
 def own_model(job: Job, row: Callable[..., None]) -> None:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -100,6 +101,14 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+# ---- warnings ----
+
+
+def allow_old_name() -> None:
+    """Say nothing of the one deprecated name of transformers that PEFT 0.21 reads."""
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 # ---- options ----

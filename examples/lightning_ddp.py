@@ -78,7 +78,7 @@ class Language(pl.LightningModule):
 def train(args: argparse.Namespace, callbacks: list[pl.Callback]) -> tuple[Language, dict[str, Any]]:
     module = Language(args)
     if not callbacks:
-        module.model.gradient_checkpointing_enable({"use_reentrant": False})
+        module.model.activation_checkpointing_enable({"use_reentrant": False})
     gradckpt.stats.reset()
     trainer = pl.Trainer(
         accelerator="cpu",

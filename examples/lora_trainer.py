@@ -3,8 +3,8 @@ beside torch's own checkpointing.
 
 A byte-level Llama is first trained whole on the sources of Python's standard library (no
 checkpointing), then its frozen copy gets LoRA adapters and is fine-tuned on the texts of Python's
-help(), twice from the same seeds: with gradient_checkpointing=True as it is, and with
-gradient_checkpointing_kwargs={"compress": ...}. Prints both loss curves, what was kept, the error
+help(), twice from the same seeds: with activation_checkpointing=True as it is, and with
+activation_checkpointing_kwargs={"compress": ...}. Prints both loss curves, what was kept, the error
 of the adapters' gradients at the final weights, and what must hold; the exit status is 1 when it
 does not. Needs peft.
 
@@ -135,8 +135,8 @@ def train(base: Weights, args: argparse.Namespace, compress: str | None) -> Resu
             per_device_train_batch_size=args.batch,
             learning_rate=args.lr,
             lr_scheduler_type="constant",
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs=kwargs,
+            activation_checkpointing=True,
+            activation_checkpointing_kwargs=kwargs,
             logging_steps=1,
             save_strategy="no",
             report_to=[],
@@ -228,7 +228,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    warnings.simplefilter("ignore", FutureWarning)
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # which PEFT reads
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)

@@ -418,12 +418,12 @@ class patched:
         if not s["calls"]:
             return (
                 "nothing in this process called torch.utils.checkpoint.checkpoint; turn checkpointing on, by "
-                "gradient_checkpointing=True or the script's flag, and call model.train()"
+                "activation_checkpointing=True or the script's flag, and call model.train()"
             )
         if s["reentrant"] == s["calls"]:
             return (
                 f"all {s['calls']} calls of checkpoint passed use_reentrant=True, which gradckpt leaves to torch; pass "
-                "use_reentrant=False (transformers: in gradient_checkpointing_kwargs)"
+                "use_reentrant=False (transformers: in activation_checkpointing_kwargs)"
             )
         if not s["regions"] and s["traced"]:
             return (

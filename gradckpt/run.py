@@ -62,7 +62,7 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 8 -m gradckpt.run --compress int8 train.py --lr 1e-4
   accelerate launch -m gradckpt.run --compress int8 train.py --lr 1e-4
 
-The script has to use activation checkpointing: torch.utils.checkpoint, gradient_checkpointing=True of the
+The script has to use activation checkpointing: torch.utils.checkpoint, activation_checkpointing=True of the
 Hugging Face Trainer, set_grad_checkpointing() of timm, and so on. The launcher changes what those calls keep."""
 
 

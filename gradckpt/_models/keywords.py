@@ -1,7 +1,7 @@
 """The dict that transformers passes to its checkpointing function: our keys, torch's, and no
 others.
 
-It is ``gradient_checkpointing_kwargs`` (new name: ``activation_checkpointing_kwargs``) of the
+It is ``activation_checkpointing_kwargs`` (before 5.23: ``gradient_checkpointing_kwargs``) of the
 Trainer and of the model's methods. Errors in it are raised when checkpointing is turned on.
 """
 

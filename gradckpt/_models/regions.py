@@ -232,7 +232,7 @@ class Region:
         if self.saves is None and vars(module).get("gradient_checkpointing"):
             raise ValueError(
                 f"gradckpt: gradient_checkpointing of this {self.kind} was turned on since gradckpt.enable, which "
-                "checkpoints it too; call model.gradient_checkpointing_disable(), or gradckpt.disable(model)"
+                "checkpoints it too; call model.activation_checkpointing_disable(), or gradckpt.disable(model)"
             )
         if not torch.compiler.is_compiling():
             self.ran = True
@@ -447,7 +447,7 @@ def checkpointed_by(module: Module) -> str | None:
         )
     if vars(module).get("gradient_checkpointing") is True:
         return (
-            "its gradient_checkpointing is on; call model.gradient_checkpointing_disable(), or in diffusers, "
+            "its gradient_checkpointing is on; call model.activation_checkpointing_disable(), or in diffusers, "
             "model.disable_gradient_checkpointing()"
         )
     if vars(module).get("grad_checkpointing") is True:

@@ -1,5 +1,5 @@
 """The Trainer with fsdp_config, two ranks on gloo:
-compression by gradient_checkpointing_kwargs alone."""
+compression by activation_checkpointing_kwargs alone."""
 
 import pytest
 import worlds

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import transformers_names
 from checkout import EXAMPLES
 from handles import config_of
 from packaging.version import Version
@@ -215,11 +216,11 @@ def test_copies(way):
 def test_off_and_on(made):
     """As TRL does around generation, on PEFT's object."""
     model, _ = made()
-    model.gradient_checkpointing_disable()
+    transformers_names.turn_off(model)
     assert compressed(model) == 0
-    model.gradient_checkpointing_enable()
+    transformers_names.turn_on(model)
     assert compressed(model) == COMPRESSED
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    transformers_names.turn_on(model, {"use_reentrant": False})
     assert compressed(model) == COMPRESSED
 
 

@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 import transformers
+import transformers_names
 from datasets import Dataset
 from handles import config_of
 from sentence_transformers import (
@@ -71,8 +72,7 @@ def train(model, folder, kwargs):
         max_steps=STEPS,
         per_device_train_batch_size=4,
         learning_rate=1e-3,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs=kwargs,
+        **transformers_names.flag(kwargs),
         report_to=[],
         save_strategy="no",
         logging_strategy="no",

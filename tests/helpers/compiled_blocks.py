@@ -13,6 +13,7 @@ import warnings
 
 import torch
 import transformers
+import transformers_names
 from rewritten_graphs import passes
 
 import gradckpt
@@ -299,7 +300,7 @@ def turn_torchs_on(model):
     if hasattr(model, "enable_gradient_checkpointing"):
         model.enable_gradient_checkpointing()
     elif model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        transformers_names.turn_on(model, {"use_reentrant": False})
 
 
 def _differentiable(output):

@@ -9,12 +9,12 @@ sequence, cross attention, routing.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+import transformers_names
 
 VOCAB, WIDTH, LENGTH, BATCH = 96, 64, 32, 4
 IMAGE, PATCH = 16, 4
@@ -232,10 +232,8 @@ def build(family: str, attention: str, **fields: Any) -> Any:
 
 
 def stock(model: Any, **more: Any) -> Any:
-    """The same model with torch's checkpointing, by the method that every transformers has."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **more)
+    """The same model with torch's checkpointing."""
+    transformers_names.turn_on(model, {"use_reentrant": False}, **more)
     return model
 
 

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import transformers_names
 import world_ranks
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
@@ -40,7 +41,7 @@ def wrap(model, how):
     """``enable``: through transformers' own hooks; the rest: wrappers."""
     way, _, codec = how.partition(" ")
     if way == "stock":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        transformers_names.turn_on(model, {"use_reentrant": False})
     elif way == "enable":
         gradckpt.enable(model, COMPRESS[codec])
     elif way == "wrap":

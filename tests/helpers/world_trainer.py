@@ -4,6 +4,7 @@ import contextlib
 import os
 
 import torch
+import transformers_names
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from world_accelerate import llama, pretend_device
@@ -39,8 +40,7 @@ def arguments(version, compress, flag):
         disable_tqdm=True,
         fsdp="full_shard auto_wrap",
         fsdp_config=config,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs=kwargs,
+        **transformers_names.flag(kwargs),
     )
     assert made.device.type == "cpu"  # asks accelerate, which starts its state anew
     pretend_device()

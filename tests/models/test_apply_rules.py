@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import transformers_names
 from apply_models import Net, build, names_of, regions_of
 from torch import nn
 
@@ -196,10 +197,10 @@ def test_a_model_that_is_enabled_gets_other_modules(rules):
     assert handle.modules
     gradckpt.enable(model)
     assert list(handle.modules) == layers
-    model.gradient_checkpointing_disable()
-    model.gradient_checkpointing_enable()
+    transformers_names.turn_off(model)
+    transformers_names.turn_on(model)
     gradckpt.disable(model)
-    with pytest.raises(ValueError, match=r"gradient_checkpointing is on; .*gradient_checkpointing_disable\(\)"):
+    with pytest.raises(ValueError, match=r"gradient_checkpointing is on; .*activation_checkpointing_disable\(\)"):
         gradckpt.enable(model, modules=rules)
 
 

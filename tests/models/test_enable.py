@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers_names
 from apply_models import Net, regions_of
 from handles import config_of
 from test_huggingface import ADAPTER, IDS, LAYERS, on, step
@@ -321,7 +322,7 @@ def test_what_others_changed_since_is_changed_back():
     assert config_of(handle).codec == "int4"
     gradckpt.enable(model)
     assert config_of(handle).codec == "int8"
-    model.gradient_checkpointing_disable()
+    transformers_names.turn_off(model)
     assert handle.modules == {}
     assert "checkpoints nothing now" in repr(handle)
     gradckpt.enable(model)

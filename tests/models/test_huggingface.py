@@ -19,6 +19,9 @@ from handles import config_of
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
+import transformers_names  # noqa: E402
+from transformers_names import NAME, NEW  # noqa: E402
+
 import gradckpt  # noqa: E402
 from gradckpt._models.inactivity import is_on  # noqa: E402
 
@@ -69,9 +72,7 @@ def is_stock(model):
     return all(getattr(f, "func", f) is torch.utils.checkpoint.checkpoint for f in functions(model))
 
 
-#: The methods' name in this transformers, and what came with 5.17.
-NEW = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
-NAME = "activation_checkpointing" if NEW else "gradient_checkpointing"
+#: What came with 5.17.
 METHOD = getattr(transformers.PreTrainedModel, f"{NAME}_enable")
 HAS_EVERY_AND_OFFLOAD = {"every_n_layers", "offload"} <= set(inspect.signature(METHOD).parameters)
 with_every_and_offload = pytest.mark.skipif(
@@ -82,11 +83,11 @@ SPELLINGS = ["gradient_checkpointing", "activation_checkpointing"][: 1 + NEW]
 
 def on(model, *given, **own):
     """Checkpointing is turned on by other code."""
-    getattr(model, f"{NAME}_enable")(*given, **own)
+    transformers_names.turn_on(model, *given, **own)
 
 
 def off(model):
-    getattr(model, f"{NAME}_disable")()
+    transformers_names.turn_off(model)
 
 
 def foreign(function, *args, **kwargs):

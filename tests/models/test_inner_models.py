@@ -11,6 +11,8 @@ import pickle
 
 import pytest
 import torch
+import transformers
+import transformers_names
 from handles import config_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,7 +24,6 @@ from model_families import FAMILIES
 import gradckpt
 
 ADAPTER = "_set_gradient_checkpointing"
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def inner(model):
@@ -31,8 +32,8 @@ def inner(model):
 
 def turn_on_each(model, kwargs=None):
     for module in model.modules():
-        if hasattr(module, "gradient_checkpointing_enable"):
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        if isinstance(module, transformers.PreTrainedModel):
+            transformers_names.turn_on(module, kwargs)
 
 
 def compressed(family, model):
@@ -73,7 +74,7 @@ class TestInner:
     def test_another_codec_in_one(self, family):
         model, handle = self.make(family)
         count, full = compressed(family, model)
-        inner(model)[-1].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"compress": "int4"})
+        transformers_names.turn_on(inner(model)[-1], {"compress": "int4"})
         count2, less = compressed(family, model)
         assert count2 == count
         assert less < full
@@ -85,7 +86,7 @@ class TestInner:
         model, _ = self.make(family)
         wanted = compressed(family, model)
         for module in inner(model):
-            module.gradient_checkpointing_disable()
+            transformers_names.turn_off(module)
         assert compressed(family, model) == (0, 0)
         turn_on_each(model)
         assert compressed(family, model) == wanted
@@ -110,7 +111,7 @@ class TestInner:
         turn_on_each(twin)
         assert compressed(family, twin) == wanted
         assert compressed(family, model) == (0, 0)
-        assert not model.is_gradient_checkpointing
+        assert not transformers_names.is_on(model)
         gradckpt.disable(twin)
         assert not any(ADAPTER in vars(module) for module in twin.modules())
         assert compressed(family, twin) == (0, 0)
@@ -121,7 +122,7 @@ def test_a_refused_call_changes_nothing():
     gradckpt.enable(model)
     wanted = compressed("llama", model)
     with pytest.raises(ValueError, match="unknown codec 'zip'"):
-        model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"compress": "zip"})
+        transformers_names.turn_on(model.model, {"compress": "zip"})
     assert compressed("llama", model) == wanted
 
 
@@ -130,7 +131,7 @@ def test_an_inner_model_outlives_its_enabled_one():
     gradckpt.enable(model)
     backbone = model.model
     del model
-    backbone.gradient_checkpointing_enable()
+    transformers_names.turn_on(backbone)
     before = gradckpt.stats()["compressed"]
     backbone(input_ids=torch.arange(64).view(2, 32)).last_hidden_state.sum().backward()
     assert gradckpt.stats()["compressed"] - before == FAMILIES["llama"].layers
@@ -151,7 +152,7 @@ def test_what_is_no_longer_inside_can_be_enabled(gone):
         gradckpt.disable(model)
     with gradckpt.enable(backbone, compress="fp8") as handle:
         assert config_of(handle).codec == "fp8_e4m3"
-        backbone.gradient_checkpointing_enable()
+        transformers_names.turn_on(backbone)
         before = gradckpt.stats()["compressed"]
         backbone(input_ids=torch.arange(64).view(2, 32)).last_hidden_state.sum().backward()
         assert gradckpt.stats()["compressed"] - before == FAMILIES["llama"].layers

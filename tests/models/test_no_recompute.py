@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import transformers_names
 from handles import config_of
 from model_families import FAMILIES, MIXTURES, build, errors, gradients, missing
 from saved_models import Block as Residual
@@ -368,14 +369,13 @@ def test_operators_are_of_saves_alone():
         gradckpt.enable(llama(2), {"linear": "fp8"})
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_checkpointing_inside_or_around_is_an_error():
     model = llama(2)
     gradckpt.enable(model, recompute=False)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    transformers_names.turn_on(model, {"use_reentrant": False})
     with pytest.raises(ValueError, match="in this LlamaForCausalLM with recompute=False is checkpointed already"):
         step(model)
-    model.gradient_checkpointing_disable()
+    transformers_names.turn_off(model)
     with pytest.raises(ValueError, match="runs inside torch's own checkpoint"):
         torch.utils.checkpoint.checkpoint(lambda: model(input_ids=ids(), labels=ids()).loss, use_reentrant=False)
     step(model)

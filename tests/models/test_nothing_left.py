@@ -6,10 +6,10 @@ import gc
 import sys
 import tempfile
 import types
-import warnings
 
 import torch
 import torch.utils.checkpoint
+import transformers_names
 from test_huggingface import IDS, build, on, transformers
 
 import gradckpt
@@ -72,7 +72,7 @@ def train(model):
 def train_by_flag(**keys):
     arguments = transformers.TrainingArguments(
         tempfile.mkdtemp(), max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
-        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False, **keys},
+        **transformers_names.flag({"use_reentrant": False, **keys}),
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in IDS]
     transformers.Trainer(build(), arguments, train_dataset=data).train()
@@ -100,14 +100,12 @@ def ours():
 
 
 def test_modules_classes_and_functions():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        stock()  # what is imported and cached at the first time
-        start = Snapshot()
-        stock()
-        middle = Snapshot()
-        ours()
-        end = Snapshot()
+    stock()  # what is imported and cached at the first time
+    start = Snapshot()
+    stock()
+    middle = Snapshot()
+    ours()
+    end = Snapshot()
     assert len(start.found) > 100_000
     assert middle.changed(end) <= start.changed(middle)
 

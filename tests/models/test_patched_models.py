@@ -55,7 +55,7 @@ class TestInactive:
         assert handle.stats()["compressed"] == 0
 
     def test_nothing_calls_checkpoint(self):
-        self.expect("nothing in this process called .*gradient_checkpointing=True", lambda layer, x: layer(x))
+        self.expect("nothing in this process called .*activation_checkpointing=True", lambda layer, x: layer(x))
 
     def test_only_calls_of_gradckpt_without_compression(self):
         self.expect("called gradckpt.checkpoint without compression", gradckpt.checkpoint)

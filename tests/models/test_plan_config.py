@@ -8,6 +8,7 @@ import resource
 import pytest
 import torch
 import transformers
+import transformers_names
 from plan_shapes import SHAPE_8B, SHAPE_70B, TINY
 from transformers.utils import logging
 
@@ -19,7 +20,6 @@ from gradckpt._planning.step_trace import GRADIENTS, on_paper, trace_step
 
 logging.set_verbosity_error()
 # Of transformers, for the names that PEFT still uses.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 BLOCK = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
 
@@ -175,7 +175,7 @@ def test_autocast_is_that_of_cuda(write):
     seen = {}
     for name, module in planned.model.transformer.h[0].named_modules():
         module.register_forward_hook(lambda module, args, output, name=name: seen.setdefault(name, []).append(output))
-    planned.model.gradient_checkpointing_enable({"use_reentrant": False})
+    transformers_names.turn_on(planned.model, {"use_reentrant": False})
     step(planned, 16)
     dtypes = {
         name: [x.dtype for x in outputs] for name, outputs in seen.items() if name in {"ln_1", "mlp.act", "mlp.c_fc"}

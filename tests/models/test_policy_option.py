@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import transformers_names
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -86,11 +87,11 @@ def test_compressed_saves_and_inputs():
 def test_kwargs_of_transformers(kept):
     want, model = step(llama()), llama()
     gradckpt.enable(model, compress=None, policy="save_attention")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"policy": "save_matmuls"})
+    transformers_names.turn_on(model, {"policy": "save_matmuls"})
     assert_equal(step(model), want)
     assert all(aten.mm.default in storage for storage in kept)
     kept.clear()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"policy": None})
+    transformers_names.turn_on(model, {"policy": None})
     assert_equal(step(model), want)
     assert not kept
 
@@ -130,6 +131,6 @@ def test_errors():
         ({"use_reentrant": True}, "policy= needs"),
     ):
         with pytest.raises(ValueError, match=said):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+            transformers_names.turn_on(model, kwargs)
     with pytest.raises(ValueError, match="exclude each other"):
         gradckpt.enable(llama(), None, modules={"mlp": {"policy": "save_matmuls", "context_fn": lambda: None}})

@@ -1,5 +1,5 @@
-"""The Trainer's flag alone: gradient_checkpointing_kwargs={"compress": ...} and `import gradckpt`,
-no enable()."""
+"""The Trainer's flag alone: activation_checkpointing_kwargs={"compress": ...} and
+`import gradckpt`, no enable()."""
 
 import os
 import pickle

@@ -99,7 +99,7 @@ def test_no_checkpointing_is_said_by_the_second_step(tmp_path):
         """,
     )
     done = call(*LAUNCH, path, cwd=tmp_path)
-    warning = r"step 1\n.*GradckptInactiveWarning: .*nothing in this process called .*gradient_checkpointing=True"
+    warning = r"step 1\n.*GradckptInactiveWarning: .*nothing in this process called .*activation_checkpointing=True"
     assert re.search(warning, done.stderr)
     assert done.stderr.index("GradckptInactiveWarning") < done.stderr.index("step 2")
     assert "NOTHING WAS COMPRESSED: nothing in this process called" in done.stderr

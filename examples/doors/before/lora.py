@@ -16,7 +16,7 @@ trainer = Trainer(
         output_dir="lora",
         max_steps=3,
         logging_steps=1,
-        gradient_checkpointing=True,
+        activation_checkpointing=True,
         report_to="none",
         save_strategy="no",
     ),

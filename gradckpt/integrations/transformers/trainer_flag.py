@@ -1,5 +1,5 @@
-"""The Trainer's flag: our keys in ``TrainingArguments(gradient_checkpointing_kwargs=...)`` need no
-other call.
+"""The Trainer's flag: our keys in ``TrainingArguments(activation_checkpointing_kwargs=...)`` need
+no other call.
 
 transformers passes unknown keys on to torch's checkpoint. Therefore, once gradckpt is imported,
 every Trainer gets one more callback, through transformers' own list of default callbacks. No class

@@ -14,7 +14,8 @@ def main():
     model = LlamaForCausalLM(LlamaConfig(**settings["model"]))
     ids = torch.randint(settings["model"]["vocab_size"], (24, settings["sequence_len"]))
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    Trainer(model=model, args=TrainingArguments(**settings["training"]), train_dataset=rows).train()
+    args = TrainingArguments(**settings["training"], activation_checkpointing=settings["gradient_checkpointing"])
+    Trainer(model=model, args=args, train_dataset=rows).train()
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ with tempfile.TemporaryDirectory() as folder:
         use_cpu=True,
         report_to=[],
         save_strategy="no",
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"compress": {"codec": "int8", "min_numel": 1}},
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"compress": {"codec": "int8", "min_numel": 1}},
     )
     Trainer(LlamaForCausalLM(config), arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 8).train()
 stats = gradckpt.stats()
