@@ -97,7 +97,10 @@ def output_of(command):
     with contextlib.redirect_stdout(printed):
         main(shlex.split(command))
     names = PARTS_OF_BUDGET if "--budget" in command else PARTS
-    return dict(zip(names, printed.getvalue().strip().split("\n\n"), strict=True))
+    texts = printed.getvalue().strip().split("\n\n")
+    if len(texts) < len(names):  # nothing fits, so there are no lines to paste
+        names = [name for name in names if name != "lines"]
+    return dict(zip(names, texts, strict=True))
 
 
 def shown(parts, names):

@@ -19,6 +19,7 @@ LEFT_BECAUSE = {
     ),
     "builds packages or the site, or runs what users run: a process each": (
         "models/test_nothing_left.py",
+        "models/test_paper.py::test_a_process_with_few_addresses",
         "models/test_paper.py::test_no_memory_is_touched",
         "models/test_trainer_flag.py::test_order_of_imports",
         "models/test_trainer_flag_scope.py",
