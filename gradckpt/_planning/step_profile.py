@@ -45,9 +45,7 @@ _HIDDEN, _FEW_BYTES = 0.005, 0.1
 
 @shown_as_base
 class NoPlan(ValueError):
-    """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least, what
-    the step adds if the budget was of activations; and ``choice``, that one.
-    """
+    """``choice``: the plan that needs least; ``smallest_budget``: its bytes, as the budget counts."""
 
     def __init__(self, message: str, smallest_budget: int, choice: Choice) -> None:
         super().__init__(message)
