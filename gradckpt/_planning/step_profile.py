@@ -45,7 +45,7 @@ _HIDDEN, _FEW_BYTES = 0.005, 0.1
 
 @shown_as_base
 class NoPlan(ValueError):
-    """``choice``: the plan that needs least; ``smallest_budget``: its bytes, as the budget counts."""
+    """``choice``: the plan that needs least; ``smallest_budget``: its bytes, as budgets count."""
 
     def __init__(self, message: str, smallest_budget: int, choice: Choice) -> None:
         super().__init__(message)
