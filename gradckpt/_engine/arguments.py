@@ -21,6 +21,7 @@ __all__ = [
     "check_option",
     "module_behind",
     "name_of",
+    "need_grad",
     "note_keyword",
     "own_keywords",
     "unbound",
@@ -123,3 +124,21 @@ def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str,
         return function, {}
     rest = {key: value for key, value in function.keywords.items() if key not in tensors}
     return functools.partial(function.func, *function.args, **rest), tensors
+
+
+def need_grad(*values: Any) -> bool:
+    """Return whether a tensor in these requires grad.
+
+    In eval mode a module is a region for them: a frozen critic, or a classifier that guides a
+    sampler, through which gradients pass. An evaluation has no grad.
+    """
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            if x.requires_grad:
+                return True
+        elif isinstance(x, dict):
+            if need_grad(*x.values()):
+                return True
+        elif isinstance(x, (tuple, list)) and need_grad(*x):
+            return True
+    return False

@@ -27,7 +27,7 @@ from torch.nn import Module
 
 from gradckpt._C import eligible
 from gradckpt._config import CompressionConfig
-from gradckpt._engine.arguments import own_keywords
+from gradckpt._engine.arguments import need_grad, own_keywords
 from gradckpt._engine.decorator import Decorated, check_runs_at_call
 from gradckpt._engine.saved_tensors import call_saved, compress_saved
 from gradckpt._models import activity
@@ -227,7 +227,7 @@ class Region:
         if args and args[0] is module:  # bound to it again, as accelerate does
             args = args[1:]
         forward = self.own or _forward_of(module)
-        if not (self.active and torch.is_grad_enabled() and (module.training or _need_grad(args, kwargs))):
+        if not (self.active and torch.is_grad_enabled() and (module.training or need_grad(args, kwargs))):
             return forward(*args, **kwargs)
         if self.saves is None and vars(module).get("gradient_checkpointing"):
             raise ValueError(
@@ -375,24 +375,6 @@ def prepare(
         leaves_too = eligible(True, True, config.include == "floating", config.fake_quantize)
         return localized(function, args, kwargs, leaves_too)
     return function, args, kwargs
-
-
-def _need_grad(*values: Any) -> bool:
-    """Return whether a tensor in these requires grad.
-
-    In eval mode a module is a region for them: a frozen critic, or a classifier that guides a
-    sampler, through which gradients pass. An evaluation has no grad.
-    """
-    for x in values:
-        if isinstance(x, torch.Tensor):
-            if x.requires_grad:
-                return True
-        elif isinstance(x, dict):
-            if _need_grad(*x.values()):
-                return True
-        elif isinstance(x, (tuple, list)) and _need_grad(*x):
-            return True
-    return False
 
 
 def _forward_of(module: Module) -> Callable[..., Any]:
