@@ -1,8 +1,9 @@
 """How long choosing an option for each of 126 regions takes, and how far from the best it may be.
 
     python benchmarks/bench_planner.py [--repeat 9]
+    python benchmarks/bench_planner.py ways [--models llama,gpt2] [--peers]
 
-12 options per region, none of them worse than another in everything (tests/helpers/
+The first: 12 options per region, none of them worse than another in everything (tests/helpers/
 planner_chains.py). Each time is the least of the repetitions, with the front as a Python list and
 the lower bound. The gap is (time - lower bound) over the extra time of the plan, the largest of six
 budgets between the smallest and that without checkpointing. On a busy machine see the seconds of
@@ -10,6 +11,12 @@ the CPU, which are of this thread.
 
 Checked: a choice keeps its budgets of bytes and error by the tables, its time is their sum and not
 below the lower bound. The ceiling is a copy of the tables.
+
+The second: exact plans beside greedy and uniform ones, of models and budgets (planner_ways.py);
+with ``--peers`` beside torch.compile's activation_memory_budget and torch_remat, by real steps.
+
+Checked: each real step stays within its budget, no way is faster than the exact plan, and no step
+faster than its matrix products.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from typing import Any
 
 import guards
 import timing
-from machine import add_quick, facts, print_head, print_json, print_table
+from machine import add_quick, choose, facts, print_head, print_json, print_table
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "helpers"))
 from planner_chains import arguments_of, chain_of_126, plain_time, sums_of
@@ -87,10 +94,35 @@ def measure(shape: str, seed: int, errors: bool, buckets: int, repeat: int) -> d
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("row", nargs="?", choices=["speed", "ways"], default="speed", help="default %(default)s")
     parser.add_argument("--repeat", type=int, default=9, help="of each call, with errors 2 (default %(default)s)")
+    parser.add_argument("--models", default="llama,gpt2,t5,bert,vit,unet", help="of ways; default %(default)s")
+    parser.add_argument("--layers", type=int, default=12, help="of ways; default %(default)s")
+    parser.add_argument("--peers", action="store_true", help="of ways: measure those of others, too")
     add_quick(parser)
     options = parser.parse_args(argv)
+    if options.row == "ways":
+        ways(parser, options)
+    else:
+        speed(options)
+
+
+def ways(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    import planner_ways  # takes seconds
+
+    vars(options).update({"shares": SHARES, "fractions": planner_ways.FRACTIONS, "width": 128, "batch": 2})
+    if options.quick:
+        vars(options).update({"models": "llama", "shares": SHARES[2:4], "fractions": (1.0, 0.5)})
+        vars(options).update({"width": 64, "batch": 1, "layers": 4})
+    choose(parser, options, "models", planner_ways.budget_models.MODELS)
+    planner_ways.prepare()
+    found = facts()
+    print_head(f"ways of choosing: width {options.width}, {options.batch} x {2 * options.width} tokens", found)
+    print_json({**found, "rows": planner_ways.run(options)})
+
+
+def speed(options: argparse.Namespace) -> None:
     found = facts()
     if options.quick:
         options.repeat = 1

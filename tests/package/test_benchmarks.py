@@ -19,6 +19,7 @@ from checkout import EXAMPLES, ROOT
 import gradckpt
 from gradckpt import _C
 from gradckpt._engine.places import place_of
+from gradckpt._planning.options import RECOMPUTE
 
 BENCHMARKS = ROOT / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(EXAMPLES)]
@@ -38,7 +39,7 @@ SMALL = {
     "bench_needed": ["", "--expandable"],
     "bench_overhead": [""],
     "bench_plan": [""],
-    "bench_planner": [""],
+    "bench_planner": ["", "ways --peers"],
     "bench_saved": ["", "--host"],
     "bench_sharing": [""],
     "bench_training": [""],
@@ -266,6 +267,14 @@ def wrong_choice(patch):
     patch.setattr(_C, "choose_options", choose_another)
 
 
+def a_slower_plan(patch):
+    import bench_budget
+
+    patch.setattr(
+        bench_budget, "choice_of", lambda profile, plan: (profile.options.index(RECOMPUTE),) * len(profile.calls)
+    )
+
+
 def over_budget(patch):
     import budget_models
 
@@ -439,6 +448,8 @@ BROKEN = [
     ("bench_plan", "", plan_of_nothing, "all checkpoints"),
     ("bench_planner", "", wrong_choice, "are not the sums"),
     ("bench_planner", "", no_time, WRONG),
+    ("bench_planner", "ways", over_budget, "the budget"),
+    ("bench_planner", "ways", a_slower_plan, "time of the exact plan"),
     ("bench_saved", "", nothing_saved, "0 bytes are kept"),
     ("bench_saved", "", another_codec_saves, "by plain autograd"),
     ("bench_saved", "", no_time, WRONG),
