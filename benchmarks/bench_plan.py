@@ -13,7 +13,6 @@ than 5 % apart, and neither is below all checkpoints by arithmetic.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import tempfile
@@ -27,7 +26,6 @@ import transformers
 from machine import add_quick, allow_old_name, facts, print_head, print_table
 
 import gradckpt
-from gradckpt._planning import config_model
 from gradckpt._planning.autocast import cuda_autocast
 from gradckpt._planning.config_model import ConfigModel
 from gradckpt._planning.step_trace import trace_step
@@ -36,8 +34,6 @@ from gradckpt._settings import READY
 INT8 = next(setting for setting in READY if setting.name == "int8")
 #: So long that a layer's checkpoint is larger than its adapters' gradients, as at the full size.
 LAYERS, LENGTHS = (2, 3), (1536, 2048)
-#: So few that a chunk of the loss needs less than a layer at these LENGTHS, as at the full size.
-CHUNK = 64
 #: Of the model: its width, its words.
 WIDTH, WORDS = 1024, 32064
 APART = 0.05
@@ -71,15 +67,6 @@ def planned_peak(layers, tokens, loss, size):
         return trace_step(source.model, lambda _: source.run(tokens), blocks=list(blocks)).peak()
 
 
-@contextlib.contextmanager
-def chunks_of(tokens):
-    before, config_model._CHUNK = config_model._CHUNK, tokens
-    try:
-        yield
-    finally:
-        config_model._CHUNK = before
-
-
 def measured_peaks(layers, loss, size):
     """The peak of a real step for each length."""
     torch.manual_seed(0)
@@ -91,14 +78,14 @@ def measured_peaks(layers, loss, size):
     def run(**batch):
         return model(**batch).loss
 
-    if loss == "chunked":
+    if loss != "model":
         source = plan_of(layers, loss, size)
         source.model, source._head = base, base.lm_head
-        run = source._chunked_loss
+        run = source._without_logits
 
     def step(tokens):
         ids = torch.randint(0, size[1], (1, tokens))
-        with cuda_autocast(), chunks_of(CHUNK):
+        with cuda_autocast():
             with torch.autocast("cpu", torch.bfloat16):
                 result = run(input_ids=ids, labels=ids)
             result.backward()
@@ -121,9 +108,9 @@ def main(argv=None):
     add_quick(parser)
     o = parser.parse_args(argv)
     allow_old_name()
-    losses, size = ("model", "chunked"), (WIDTH, WORDS)
+    losses, size = ("model", "liger"), (WIDTH, WORDS)
     if o.quick:
-        o.tokens, o.layers, losses, size = 4096, 4, ("chunked",), (256, 2048)
+        o.tokens, o.layers, losses, size = 4096, 4, ("liger",), (256, 2048)
     payload = size[0] * gradckpt.codecs.info("int8")["bits_per_value"] / 8
     transformers.utils.logging.set_verbosity_error()
     print_head("plan, beside a small real step that is scaled", facts())
