@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,8 +60,8 @@ __all__ = [
 
 logger = logging.getLogger("gradckpt")
 
-#: Seconds of a step on paper from which on no longer one is looked for.
-_SLOW = 5.0
+#: Operators of a step from which on no longer one is looked for.
+_MANY = 200_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,14 +315,14 @@ def compare_source(
         return int(memory_use(found.segments, blocks_held)["needed"])
 
     def row(setting: Setting) -> Row:
-        began = time.monotonic()
         first = largest = trace(setting, tokens)
         more: dict[str, Any] = {"seconds": None if rates is None else rates.of_step(first)}
         if first.data_dependent:
             largest = trace(setting, tokens, True)
             more["at_most"] = held + largest.peak().size
         needed = more["needed"] = needed_by(largest)
-        if tokens is not None and limit is not None and time.monotonic() - began < _SLOW:
+        operators = sum(len(segment.work) for segment in first.segments)
+        if tokens is not None and limit is not None and operators < _MANY:
 
             def needed_at(length: int) -> int:
                 return needed_by(trace(setting, length, first.data_dependent))
@@ -335,7 +334,7 @@ def compare_source(
     rows = side_by_side_on_paper(trials, None, lambda number: progress(READY[number].name))
     about = list(source.about)
     if tokens is not None and limit is not None and any(each.longest is None for each in rows):
-        about.append("The longest sequence is unknown where a step on paper takes long; try others with --tokens.")
+        about.append("The longest sequence is unknown where a step has very many operators; try others with --tokens.")
     return Comparison(tuple(rows), fixed, limit, tuple(about), tokens, as_flags(source.flags, source.takes))
 
 
