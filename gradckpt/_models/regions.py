@@ -227,7 +227,7 @@ class Region:
         if args and args[0] is module:  # bound to it again, as accelerate does
             args = args[1:]
         forward = self.own or _forward_of(module)
-        if not (self.active and torch.is_grad_enabled() and (module.training or need_grad(args, kwargs))):
+        if not (self.active and torch.is_grad_enabled() and (module.training or _is_passed(args, kwargs))):
             return forward(*args, **kwargs)
         if self.saves is None and vars(module).get("gradient_checkpointing"):
             raise ValueError(
@@ -375,6 +375,11 @@ def prepare(
         leaves_too = eligible(True, True, config.include == "floating", config.fake_quantize)
         return localized(function, args, kwargs, leaves_too)
     return function, args, kwargs
+
+
+def _is_passed(*arguments: Any) -> bool:
+    """Return whether gradients pass through a call in eval mode, of which no graph is exported."""
+    return need_grad(*arguments) and not torch.compiler.is_exporting()
 
 
 def _forward_of(module: Module) -> Callable[..., Any]:
