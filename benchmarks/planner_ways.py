@@ -114,8 +114,9 @@ class Tried:
 def cells(case: Case, profile: Profile, shares: Iterable[float]) -> list[dict[str, Any]]:
     """For each share: the budget, and what each way found, None where it found nothing."""
     keep = (profile.options.index(KEEP),) * len(profile.calls)
-    plain, least = profile.traces[KEEP].peak().size, smallest_of(profile, case)
     ceiling = guards.Products(case.step)
+    case.model.zero_grad()  # gradients do not exist on paper, either
+    plain, least = profile.traces[KEEP].peak().size, smallest_of(profile, case)
     tried = {name: Tried(profile, way(profile)) for name, way in WAYS.items()}
     rows = []
     for share in shares:
