@@ -60,8 +60,8 @@ __all__ = [
 
 logger = logging.getLogger("gradckpt")
 
-#: Operators of a step from which on no longer one is looked for.
-_MANY = 200_000
+#: Operators of a step on paper from which on no longer one is looked for.
+_MANY = 30_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +309,8 @@ def compare_source(
                     cuda=True,
                 )
             short.repeat(found.segments)
-        return StepTrace(unrolled(scaled(found.segments, source.gradient_scale)), found.data_dependent)
+        segments = unrolled(scaled(found.segments, source.gradient_scale))
+        return dataclasses.replace(found, segments=segments)
 
     def needed_by(found: StepTrace) -> int:
         return int(memory_use(found.segments, blocks_held)["needed"])
@@ -321,8 +322,7 @@ def compare_source(
             largest = trace(setting, tokens, True)
             more["at_most"] = held + largest.peak().size
         needed = more["needed"] = needed_by(largest)
-        operators = sum(len(segment.work) for segment in first.segments)
-        if tokens is not None and limit is not None and operators < _MANY:
+        if tokens is not None and limit is not None and first.operators < _MANY:
 
             def needed_at(length: int) -> int:
                 return needed_by(trace(setting, length, first.data_dependent))

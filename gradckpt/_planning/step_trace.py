@@ -206,13 +206,15 @@ class _Up:
 
 @dataclasses.dataclass(slots=True)
 class StepTrace:
-    """One step. ``data_dependent``: sizes depended on which experts tokens choose. ``lift``: what
-    the allocator needs beyond the peak; None: it was not asked yet. ``ring``: bytes that a place
-    takes of what the budget counts, and ``placed`` those of the payloads in it.
+    """One step. ``data_dependent``: sizes depended on which experts tokens choose. ``operators``:
+    those that ran. ``lift``: what the allocator needs beyond the peak; None: it was not asked yet.
+    ``ring``: bytes that a place takes of what the budget counts, and ``placed`` those of the
+    payloads in it.
     """
 
     segments: list[Segment]
     data_dependent: bool
+    operators: int = 0
     lift: int | None = None
     ring: int = 0
     placed: int = 0
@@ -306,7 +308,8 @@ def trace_step(
     events = mode.events[:]
     bounds = [_Mark(0, before, placed_before, "", -1), *marks, _Mark(len(events), after, placed, "", -1)]
     segments = _segments(events, mode.work, bounds, gradients, with_changes=cuda)
-    return StepTrace(_enlarged(segments, mode.rest) if mode.data_dependent else segments, mode.data_dependent)
+    segments = _enlarged(segments, mode.rest) if mode.data_dependent else segments
+    return StepTrace(segments, mode.data_dependent, len(mode.work))
 
 
 def _enlarged(segments: Sequence[Segment], part: float) -> list[Segment]:
