@@ -310,7 +310,7 @@ class LiveBudget:
                 )
         except NotOnPaper as reason:
             raise ValueError(
-                f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; leave budget= out and "
+                f"gradckpt: the step cannot run on paper ({reason}), so there is no plan; leave budget= out and "
                 "compare settings with gradckpt.plan(model, batch)"
             ) from None
         if profile.remark:

@@ -159,7 +159,7 @@ def plan(
             )
         except NotOnPaper as reason:
             raise ValueError(
-                f"gradckpt: the step asks for values ({reason}), so a budget cannot be planned; compare settings with "
+                f"gradckpt: the step cannot run on paper ({reason}), so there is no plan; compare settings with "
                 "plan(model, batch) instead"
             ) from None
         found.check_optimizer(limit)  # before steps that take long
