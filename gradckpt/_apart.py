@@ -112,7 +112,7 @@ def side_by_side(
         RuntimeError: As :func:`apart`; other exceptions of a trial arrive unchanged.
     """
     results = []
-    ahead = len(os.sched_getaffinity(0)) if len(trials) > 1 and can_fork() else 0
+    ahead = len(os.sched_getaffinity(0)) if (keep is not None or len(trials) > 1) and can_fork() else 0
     with contextlib.ExitStack() as stack:
         children: list[_Child] = []
         for number, trial in enumerate(trials):

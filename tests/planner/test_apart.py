@@ -138,6 +138,74 @@ class TestChild:
         assert gradckpt.gradient_error(model, (X,), "none", modules=[model.last])[0].total == 0
 
 
+def children():
+    """The processes that this one has started and not waited for."""
+    with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
+        return file.read().split()
+
+
+@pytest.mark.usefixtures("forks")
+class TestSideBySide:
+    @pytest.mark.parametrize("processors", [1, 3])
+    def test_results_are_in_order(self, processors, monkeypatch):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
+        before, told = children(), []
+
+        def trial(number):
+            time.sleep(0.1 * (5 - number))  # the last is the first to end
+            return number, os.getpid()
+
+        found = _apart.side_by_side([lambda n=n: trial(n) for n in range(5)], Nothing, told.append)
+        assert [number for number, _ in found] == told == [0, 1, 2, 3, 4]
+        assert len({pid for _, pid in found} - {os.getpid()}) == 5
+        assert children() == before
+
+    def test_as_many_as_there_are_processors(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+
+        def trial(number):
+            (tmp_path / str(number)).touch()
+            time.sleep(0.3)
+            among = len([*tmp_path.iterdir()])
+            (tmp_path / str(number)).unlink()
+            return among
+
+        assert max(_apart.side_by_side([lambda n=n: trial(n) for n in range(6)])) == 2
+
+    def test_an_error_ends_the_others(self):
+        before = children()
+
+        def fail():
+            raise ValueError("gradckpt: no")
+
+        began = time.monotonic()
+        with pytest.raises(ValueError, match="gradckpt: no"):
+            _apart.side_by_side([fail, lambda: time.sleep(60)], Nothing)
+        assert time.monotonic() - began < 30
+        assert children() == before
+
+    def test_a_users_error_is_the_users_own(self):
+        with pytest.raises(OwnError) as error:
+            _apart.side_by_side([lambda: 1, lambda: (_ for _ in ()).throw(OwnError("a", "b"))], Nothing)
+        assert error.value.b == "b"
+
+    def test_one_trial_runs_apart_too(self):
+        assert _apart.side_by_side([os.getpid], Nothing) != [os.getpid()]
+
+
+@pytest.mark.usefixtures("here")
+def test_side_by_side_without_children():
+    restored = []
+
+    class Restores(Nothing):
+        def restore(self, *, failed=False):
+            restored.append(failed)
+
+    assert _apart.side_by_side([os.getpid, os.getpid], Restores) == 2 * [os.getpid()]
+    assert restored == [False, False]
+    assert _apart.side_by_side([os.getpid]) == [os.getpid()]
+
+
 def test_no_fork_beside_a_thread():
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
