@@ -28,6 +28,7 @@ from gradckpt._models.adapter import (
 )
 from gradckpt._models.inactivity import ADAPTER, describe, is_on
 from gradckpt._models.keywords import Settings
+from gradckpt._models.kinds import repeated_blocks
 from gradckpt._offload import Offload
 
 __all__ = [
@@ -151,7 +152,7 @@ def _check_taken(model: Any, adapter: Adapter) -> None:
     if adapter.function is not None and not adapter.layers(model):
         raise ValueError(
             f"gradckpt: {type(model).__name__} did not give its layers the checkpointing function it was called "
-            "with; name its blocks, enable(model, modules=Block)"
+            f"with; {_with_modules(model)}"
         )
 
 
@@ -229,13 +230,20 @@ def is_model(model: Any) -> bool:
     return hasattr(type(model), ADAPTER) and hasattr(type(model), "gradient_checkpointing_enable")
 
 
+def _with_modules(model: Any) -> str:
+    """Return the call that names a model's blocks."""
+    names = [each.kind.__name__ for each in repeated_blocks(model)]
+    if not names:
+        return "no block of it repeats, so call gradckpt.checkpoint in its forward"
+    written = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+    return f"call gradckpt.enable(model, modules={written})"
+
+
 def _check_model(model: Any, settings: Settings) -> None:
     name = type(model).__name__
     marked = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
     if not getattr(model, "supports_gradient_checkpointing", False) or not marked:
-        raise ValueError(
-            f"gradckpt: transformers cannot checkpoint {name}; name its blocks, enable(model, modules=Block)"
-        )
+        raise ValueError(f"gradckpt: transformers cannot checkpoint {name}; {_with_modules(model)}")
     Adapter.check_alone(model)
     if isinstance(replacement_of(model), InnerAdapter):
         raise ValueError(
@@ -250,7 +258,7 @@ def _check_model(model: Any, settings: Settings) -> None:
     if has_old_form(model):
         raise ValueError(
             f"gradckpt: {name} defines {ADAPTER} in the form of transformers < 4.35, which takes no checkpointing "
-            "function; name its blocks, enable(model, modules=Block)"
+            f"function; {_with_modules(model)}"
         )
     if settings.every_n_layers > 1 and not has_every_n_layers(model):
         raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
