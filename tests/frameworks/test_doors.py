@@ -27,7 +27,7 @@ REGIONS = dict.fromkeys(("nano_gpt", "lora", "sft", "dpo", "grpo", "vit", "front
 #: Compressed tensors; with LoRA, the first layer's input is a leaf.
 COMPRESSED = {**REGIONS, "lora": 3 * 3}
 
-#: Old names of transformers that the libraries themselves use, with torch's checkpointing, too.
+#: Old names of transformers that PEFT and TRL themselves use, also with torch's checkpointing.
 OLD_NAMES = {"is_gradient_checkpointing", "gradient_checkpointing_enable", "gradient_checkpointing_disable"}
 WARNINGS = ["ignore", "error::FutureWarning", *(f"ignore:`{name}` is deprecated:FutureWarning" for name in OLD_NAMES)]
 CLEAN, OF_LIBRARIES = WARNINGS[:2], WARNINGS
@@ -61,12 +61,8 @@ def train(folder, programs, environment=None, before=(), warnings=CLEAN):
     """What each program did, all in one process:
     what comes after an ``import gradckpt`` is with gradckpt."""
     env = environment or {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS)))}
-    env |= {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONWARNINGS": ",".join(warnings),
-    }
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONWARNINGS"] = ",".join(warnings)
     command = [sys.executable, *before, SCRIPTS / "door_probe.py", "out.pt", *programs]
     done = subprocess.run(
         [str(each) for each in command], cwd=folder, env=env, capture_output=True, text=True, timeout=300
