@@ -6,9 +6,9 @@ NEW = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
 NAME = "activation_checkpointing" if NEW else "gradient_checkpointing"
 
 
-def turn_on(model, kwargs=None, **own):
-    """``own``: keywords of transformers beside its dict."""
-    getattr(model, f"{NAME}_enable")(kwargs, **own)
+def turn_on(model, *given, **named):
+    """``given``: the dict of the call; ``named``: keywords of transformers."""
+    getattr(model, f"{NAME}_enable")(*given, **named)
 
 
 def turn_off(model):

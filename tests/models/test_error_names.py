@@ -69,7 +69,7 @@ CALLS = {
     "checkpoint": lambda: gradckpt.checkpoint(torch.sin, batch(), compress=PARAMETERS[0]),
     "gradient_error": lambda: gradckpt.gradient_error(MODEL, batch(), [{"compres": "int8"}]),
     "gradient_error, a step": lambda: gradckpt.gradient_error(MODEL, optimizing(MODEL)),
-    "compress_saved": lambda: gradckpt.compress_saved({"linar": "int8"}),
+    "compress_saved": lambda: gradckpt.compress_saved({"linears": "int8"}),
     "track_memory": tracked_twice,
     "Offload": lambda: gradckpt.Offload("disk", min_bytes="much"),
     "CompressionConfig": lambda: gradckpt.CompressionConfig(min_numel=PARAMETERS[0]),

@@ -271,7 +271,7 @@ def llama(tmp_path):
 
 @pytest.mark.parametrize(("where", "source"), [("cpu", "as pcie4 of A100-80GB reaches"), ("disk", "as nvme reaches")])
 def test_the_command(llama, where, source, capsys):
-    sizes = ["--tokens", "4096", "--batch", "4", "--loss", "chunked"]
+    sizes = ["--tokens", "4096", "--batch", "4", "--loss", "liger"]
     assert main([llama, *sizes, "--budget", "8GiB", "--offload", where, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["offloaded"]["place"] == where

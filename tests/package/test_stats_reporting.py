@@ -248,7 +248,7 @@ def test_a_forward_without_a_backward_has_no_layers(alive, caplog):
 
 
 def test_text_before_anything_was_compressed():
-    assert str(gradckpt.stats()) == "checkpoints: none so far"
+    assert str(gradckpt.stats()).partition("\n")[0] == "checkpoints: none so far"
 
 
 def test_text_of_saved_tensors():
