@@ -35,7 +35,7 @@ the peak in each ready setting, what binds, and the longest sequence that fits. 
 choose for each region what is kept, compressed or recomputed, so that the step stays within it."""
 
 _EPILOG = """examples:
-  gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 32k --lora r=16 --weights nf4 --loss liger --device RTX-4090
+  gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 32k --lora r=16 --loss liger --device RTX-4090
   gradckpt plan ./config.json --tokens 131072 --gpus 8 --shard fsdp --loss liger --memory 80GB
   gradckpt plan ./config.json --tokens 8192 --device H100-SXM --budget 90% --compress int8 --save plan.json
 
