@@ -26,7 +26,7 @@ from gradckpt._models.switch import Handle, Modules, enable, snapshot, take_off
 from gradckpt.integrations.transformers import models
 from gradckpt.selectors import describe
 
-__all__ = ["EXACT", "READY", "Candidate", "Setting", "setting_of"]
+__all__ = ["EXACT", "READY", "Candidate", "Setting", "quiet", "setting_of"]
 
 logger = logging.getLogger("gradckpt")
 
@@ -87,7 +87,7 @@ class Setting:
             stack.callback(take_off, model)
             take_off(model)
             _turn_flags_off(model)
-            with _unlogged():
+            with quiet():
                 for part, place in places:
                     if self.way == "enable":
                         enable(part, **{**place, **self.options})
@@ -97,8 +97,8 @@ class Setting:
 
 
 @contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Log nothing about what is only tried."""
+def quiet() -> Iterator[None]:
+    """Let settings that are only tried out log nothing."""
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:

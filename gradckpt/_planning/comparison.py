@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from gradckpt._planning.step_trace import (
     side_by_side_on_paper,
     trace_step,
 )
-from gradckpt._settings import READY, Setting
+from gradckpt._settings import READY, Setting, quiet
 from gradckpt._sizes import parse_bytes
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
@@ -53,7 +52,6 @@ __all__ = [
     "compare_source",
     "fixed_bytes",
     "peak_of_run",
-    "quiet",
     "step_of",
     "unwrapped",
 ]
@@ -191,17 +189,6 @@ def step_of(model: Module, batch: Any) -> Callable[[Any], object]:
         step = step_of_function(model, batch)
         return lambda _: step()
     return lambda batch: step_of_batch(model, batch)()
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Let settings that are only tried out log nothing."""
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _on_paper(

@@ -12,7 +12,6 @@ from gradckpt._offload import Offload
 from gradckpt._planning.block_times import Cost
 from gradckpt._planning.blocks import find_blocks, shortened, unrolled
 from gradckpt._planning.budget import Budget
-from gradckpt._planning.comparison import quiet
 from gradckpt._planning.devices import Device, find
 from gradckpt._planning.estimates import Rates, rates_of
 from gradckpt._planning.hints import as_flags
@@ -23,6 +22,7 @@ from gradckpt._planning.placement import Placement
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.step_profile import StepProfile
 from gradckpt._planning.step_trace import StepTrace, scaled, side_by_side_on_paper, trace_step
+from gradckpt._settings import quiet
 
 __all__ = ["ConfigProfile", "plan_source"]
 

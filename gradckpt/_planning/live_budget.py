@@ -28,7 +28,7 @@ from gradckpt._planning.agreement import agreed
 from gradckpt._planning.block_times import RegionCosts, measure_regions
 from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import device_of, parse_budget, refuse_compiled
-from gradckpt._planning.comparison import quiet, unwrapped
+from gradckpt._planning.comparison import unwrapped
 from gradckpt._planning.optimizers import state_bytes, torch_optimizer
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
 from gradckpt._planning.parameter_walk import Found, ParameterWalk
@@ -37,6 +37,7 @@ from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.sharded import is_sharded, refuse_shards, trained_parts
 from gradckpt._planning.values import NotOnPaper
+from gradckpt._settings import quiet
 from gradckpt._training_step import alone, autocast_on, loss_of
 
 __all__ = ["LiveBudget"]

@@ -22,7 +22,7 @@ from gradckpt._planning.block_times import RegionCosts, measure_regions, wait
 from gradckpt._planning.blocks import regions_to_plan
 from gradckpt._planning.budget import Budget, device_of, free_memory, other_tensors
 from gradckpt._planning.choose import Choice, Chosen
-from gradckpt._planning.comparison import fixed_bytes, peak_of_run, quiet
+from gradckpt._planning.comparison import fixed_bytes, peak_of_run
 from gradckpt._planning.error_search import approach
 from gradckpt._planning.needed_memory import held_blocks
 from gradckpt._planning.no_plan import NoPlan
@@ -42,6 +42,7 @@ from gradckpt._planning.step_trace import (
     side_by_side_on_paper,
     trace_step,
 )
+from gradckpt._settings import quiet
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import refuse_writes, tensors_of_batch
