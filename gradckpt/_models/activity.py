@@ -88,6 +88,11 @@ def unobserved() -> Iterator[None]:
             _looks, selective.latest = looks, latest
 
 
+def is_unobserved() -> bool:
+    """Return whether the steps now are such."""
+    return _now().muted
+
+
 def say(reason: str, mend: bool = True) -> None:
     """Warn if the user can mend it, else log one line; either way, not again for the same steps."""
     looks = _now()

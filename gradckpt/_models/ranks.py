@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from gradckpt._config import CompressionConfig, changes
 from gradckpt._engine import torch_private as private
+from gradckpt._models import activity
 
 __all__ = ["RankCheck", "spell"]
 
@@ -87,11 +88,14 @@ class RankCheck:
         return self._settled_in() is _default_group()
 
     def compare(self) -> None:
-        """Write our note, and compare it with those of the others.
+        """Write our note, and compare it with those of the others. A setting that is only tried has
+        none: each rank tries its own.
 
         Raises:
             ValueError: Another rank disagrees.
         """
+        if activity.is_unobserved():
+            return
         group = _default_group()
         if group is None:
             self._settled_in = _nothing
