@@ -144,7 +144,7 @@ class _Table:
         with self.lock:
             try:
                 label = self._name(check)
-                self._say(store, label, check.uses)
+                self._say(store, label, check)
                 return self._hear(store, label)
             except (RuntimeError, json.JSONDecodeError) as error:  # the store is gone, or is none
                 logger.info("gradckpt: the ranks' codecs were not compared: %s", error)
@@ -160,8 +160,8 @@ class _Table:
             models.append(check.uses)
         return f"{check.label} (number {number + 1} that trained)" if number else check.label
 
-    def _say(self, store: Any, label: str, added: Uses) -> None:
-        before = self.said.get(label, {})
+    def _say(self, store: Any, label: str, check: RankCheck) -> None:
+        before, added = self.said.get(label, {}), check.uses
         uses = {name: sorted({*before.get(name, ()), *added.get(name, ())}) for name in sorted({*before, *added})}
         if uses == before:
             return
@@ -169,7 +169,7 @@ class _Table:
         first = json.loads(store.compare_set(label, "", note))
         self.said[label] = uses
         if first["rank"] != self.rank:
-            text = _difference(label, self.rank, uses, first["rank"], first["uses"])
+            text = _difference(label, check.label, self.rank, uses, first["rank"], first["uses"])
             if text is not None:
                 store.set(f"{label}/difference", text)
                 store.add(f"{label}/count", _DISAGREED)
@@ -197,11 +197,12 @@ class _Table:
         return self.looks[label] <= 0
 
 
-def _difference(label: str, rank: int, uses: Uses, first: int, theirs: Uses) -> str | None:
+def _difference(label: str, whole: str, rank: int, uses: Uses, first: int, theirs: Uses) -> str | None:
+    """Return what two ranks have in one place; ``whole``: the name of what is a whole model."""
     for name, mine in uses.items():
         other = theirs.get(name)
         if other and not set(mine) & set(other):
-            where = label if name == label.partition(" (number ")[0] else f"{name!r} of {label}"
+            where = label if name == whole else f"{name!r} of {label}"
             return (
                 f"gradckpt: the ranks disagree about {where}: rank {rank} has {' and '.join(mine)}, rank {first} has "
                 f"{' and '.join(other)}; give all the same compress=, or set {SWITCH}=0"

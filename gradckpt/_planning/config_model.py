@@ -59,7 +59,7 @@ class ConfigModel:
         loss: str = "model",
         accumulate: bool = False,
     ) -> None:
-        dtype = _dtype(dtype)
+        dtype = _known("dtype", dtype_name(dtype), (*STORED, *MIXED))
         stored, self.autocast = STORED.get(dtype, torch.float32), MIXED.get(dtype)
         optimizer = _known("optimizer", optimizer_name(optimizer), OPTIMIZERS)
         _known("loss", loss, ("model", *LOSSES))
@@ -258,18 +258,6 @@ _DTYPE_SENTENCES = {
 
 def _count(n: int) -> str:
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" if n >= 1e5 else f"{n:,}"
-
-
-def _dtype(text: str) -> str:
-    """Return our name of a dtype.
-
-    Raises:
-        ValueError: It is unknown; the message lists them.
-    """
-    try:
-        return dtype_name(text)
-    except ValueError:
-        return _known("dtype", text, (*STORED, *MIXED))
 
 
 def _known(what: str, value: str, names: Iterable[str]) -> str:

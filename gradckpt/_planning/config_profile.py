@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.nn import Module
@@ -21,7 +21,7 @@ from gradckpt._planning.options import RECOMPUTE, Option, allowed
 from gradckpt._planning.placement import Placement
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.step_profile import StepProfile
-from gradckpt._planning.step_trace import StepTrace, scaled, side_by_side_on_paper, trace_step
+from gradckpt._planning.step_trace import StepTrace, scaled, trace_step
 from gradckpt._settings import quiet
 
 __all__ = ["ConfigProfile", "plan_source"]
@@ -84,28 +84,15 @@ class ConfigProfile(StepProfile):
         self.hints = as_flags(source.flags, source.takes)
         with quiet():
             blocks = find_blocks(source.model, source.modules)
-        self._traced: dict[tuple[tuple[Option, ...], bool], StepTrace] = {}
         offload = None if placement is None else placement.offload
         super().__init__(source.model, blocks, allowed(compress, False, offload), placement)
         self.device_blocks = held_blocks(source.model, {**source.fixed, **source.extra})
         self.costs = _Estimates(self, rates)
         self.step_seconds = rates.of_step(self.traces[RECOMPUTE])
 
-    def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
-        """Return the step on paper with an option for each block."""
-        key = tuple(options), concentrated
-        if key not in self._traced:
-            self._traced[key] = self._noted(self._trace(options, concentrated), options)
-        return self._traced[key]
-
-    def trace_all(self, options: Sequence[Option], *, concentrated: bool = False) -> None:
-        def tell(number: int) -> None:
-            self._progress(f"option {number + 1} of {len(options)}: {options[number].name}")
-
-        keys = [((option,) * len(self.blocks), concentrated) for option in options]
-        trials = [functools.partial(self._trace, *key) for key in keys]
-        for key, found in zip(keys, side_by_side_on_paper(trials, None, tell), strict=True):
-            self._traced[key] = self._noted(found, key[0])
+    @contextlib.contextmanager
+    def _progressing(self) -> Iterator[Callable[[str], None]]:
+        yield self._progress
         self._progress("choosing")
 
     def _trace(self, options: Sequence[Option], concentrated: bool) -> StepTrace:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -34,14 +34,7 @@ from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
 from gradckpt._planning.sharded import gathered_bytes, missing_gradient_bytes, real_steps, refuse_shards
 from gradckpt._planning.step_profile import StepProfile
-from gradckpt._planning.step_trace import (
-    StateBeforePaper,
-    StepTrace,
-    apart_on_paper,
-    condensed,
-    side_by_side_on_paper,
-    trace_step,
-)
+from gradckpt._planning.step_trace import StateBeforePaper, StepTrace, condensed, trace_step
 from gradckpt._settings import quiet
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
@@ -106,7 +99,6 @@ class Profile(StepProfile):
         #: Assumptions that plans say.
         self.notes: list[str] = []
         self._inputs: dict[int, str] = {}
-        self._traced: dict[tuple[tuple[Option, ...], bool], StepTrace] = {}
         self._errors: dict[Choice, float] = {}  # of those that are exact, or were measured
         self._peaks: dict[Choice, int] = {}  # bytes that known choices add
         self._ran: set[Choice] = set()  # of those, what a real step has tried
@@ -144,26 +136,14 @@ class Profile(StepProfile):
         if self.device.type == "cuda":
             self.device_blocks = held_blocks(self.model, self.fixed)
 
-    def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
-        """Return the step on paper with an option for each block."""
-        key = tuple(options), concentrated
-        if key not in self._traced:
-            self._learn(key, apart_on_paper(functools.partial(self._trace, *key), self._keep))
-        return self._traced[key]
-
-    def trace_all(self, options: Sequence[Option], *, concentrated: bool = False) -> None:
-        keys = [((option,) * len(self.blocks), concentrated) for option in options]
-        trials = [functools.partial(self._trace, *key) for key in keys]
-        with late_progress("planning") as progress:
-            traces = side_by_side_on_paper(trials, self._keep, lambda number: progress(options[number].name))
-        for key, found in zip(keys, traces, strict=True):
-            self._learn(key, found)
-
-    def _learn(self, key: tuple[tuple[Option, ...], bool], found: tuple[StepTrace, dict[int, str], str]) -> None:
+    def _learn(self, key: Any, found: tuple[StepTrace, dict[int, str], str]) -> None:
         trace, inputs, remark = found
-        self._traced[key] = self._noted(trace, key[0])
+        super()._learn(key, trace)
         self._inputs = self._inputs or inputs
         self.remark = self.remark or remark
+
+    def _progressing(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        return late_progress("planning")
 
     def _trace(self, options: Sequence[Option], concentrated: bool) -> tuple[StepTrace, dict[int, str], str]:
         """Return the trace, what regions are called with, and the step's remark."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import itertools
 import math
@@ -24,6 +23,7 @@ from gradckpt._planning.placement import Call, Placement, placed_by_block
 from gradckpt._planning.region_plan import Offloaded, Plan, PlannedRegion, digest_of, outside_of
 from gradckpt._planning.sharded import class_of, named_modules, parameters_before
 from gradckpt._planning.step_trace import Peak, StepTrace, total
+from gradckpt._planning.step_traces import StepTraces
 from gradckpt._settings import Setting
 
 __all__ = ["StepProfile"]
@@ -49,7 +49,7 @@ class CostSource(Protocol):
         """Return the cost of a call of a block in an option, None if it is unknown."""
 
 
-class StepProfile(abc.ABC):
+class StepProfile(StepTraces):
     """The memory of a step on paper in each option, and the times of its regions.
 
     ``traces``: by option, with all regions in it; ``largest``: the same if nearly all tokens choose
@@ -75,19 +75,18 @@ class StepProfile(abc.ABC):
         options: Sequence[Option],
         placement: Placement | None = None,
     ) -> None:
+        super().__init__(blocks, placement)
         self.model = model
-        self.placement = placement
-        self.blocks = list(blocks)
         self.options = list(options)
         self._names = {id(module): name for name, module in named_modules(model).items()}
-        self.trace_all(self.options)
+        self._trace_each(self.options)
         self.traces = {option: self.trace([option] * len(self.blocks)) for option in self.options}
         self.options = self._distinct()
         self.traces = {option: self.traces[option] for option in self.options}
         self._depends = any(trace.data_dependent for trace in self.traces.values())
         self.largest = self.traces
         if self._depends:
-            self.trace_all(self.options, concentrated=True)
+            self._trace_each(self.options, concentrated=True)
             self.largest = {option: self.largest_of([option] * len(self.blocks)) for option in self.options}
         self.calls = self.chain().calls
         self.places = {o: placed_by_block(trace.segments) for o, trace in self.traces.items() if trace.placed}
@@ -111,23 +110,9 @@ class StepProfile(abc.ABC):
 
     # ---- on paper
 
-    @abc.abstractmethod
-    def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
-        """Return the step on paper with an option for each block; no segment stands for others.
-        ``concentrated``: as for :func:`gradckpt._planning.step_trace.trace_step`.
-        """
-
-    @abc.abstractmethod
-    def trace_all(self, options: Sequence[Option], *, concentrated: bool = False) -> None:
-        """Trace the steps in which all blocks have one of these options."""
-
     def largest_of(self, options: Sequence[Option]) -> StepTrace:
         """Return the step that needs most, whatever experts tokens choose."""
         return self.trace(options, concentrated=self._depends)
-
-    def _noted(self, trace: StepTrace, options: Sequence[Option]) -> StepTrace:
-        """Note in a trace what a place takes, which each trace of a plan has."""
-        return trace if self.placement is None else self.placement.note(trace, options)
 
     def setting(self, options: Sequence[Option], blocks: Sequence[Module] | None = None) -> Setting:
         """Return the setting of the model with an option for each block."""

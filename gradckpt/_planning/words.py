@@ -35,16 +35,8 @@ _OPTIMIZERS = {
 
 
 def dtype_name(text: str) -> str:
-    """Return our name of a dtype or a mixture.
-
-    Raises:
-        ValueError: It is none.
-    """
-    text = text.removeprefix("torch.")
-    name = _DTYPES.get(text, text)
-    if name not in STORED and name not in MIXED:
-        raise ValueError(text)
-    return name
+    """Return our name of a dtype or a mixture; one that is not known as it is."""
+    return _DTYPES.get(text.removeprefix("torch."), text)
 
 
 def optimizer_name(text: str) -> str:
