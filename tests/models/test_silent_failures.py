@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 import gradckpt  # noqa: E402
 from gradckpt import GradckptInactiveWarning, _config, policies  # noqa: E402
-from gradckpt._engine import op_mixing, places, user_lines  # noqa: E402
+from gradckpt._engine import op_mixing, user_lines  # noqa: E402
 from gradckpt._stats import compiled  # noqa: E402
 
 WIDTH = 64
@@ -313,7 +313,6 @@ def test_modules_that_backward_needs_are_not_called_frozen_after_a_reset(caplog)
 @pytest.mark.parametrize("place", [gradckpt.Offload("cpu", prefetch=17), {"place": "cpu", "prefetch": 18}], ids=str)
 def test_offload_without_a_device_is_said_once(place):
     """Whatever the size of the payloads."""
-    places._say.cache_clear()
     model = llama()
     gradckpt.enable(model, offload=place)
     with pytest.warns(gradckpt.GradckptInactiveWarning, match="it is in host memory already"):
