@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -140,18 +141,19 @@ def main(arguments: Sequence[str]) -> int:
         link = None if options.link is None else parse_link(options.link)
         with _progress(options) as progress:
             progress("building the model")
-            source = ConfigModel(
-                options.config,
-                dtype=options.dtype,
-                lora=options.lora,
-                weights=options.weights,
-                prepare=options.prepare,
-                optimizer=options.optimizer,
-                gpus=options.gpus,
-                shard=options.shard,
-                loss=options.loss,
-                accumulate=options.accumulate,
-            )
+            with _without_collections():
+                source = ConfigModel(
+                    options.config,
+                    dtype=options.dtype,
+                    lora=options.lora,
+                    weights=options.weights,
+                    prepare=options.prepare,
+                    optimizer=options.optimizer,
+                    gpus=options.gpus,
+                    shard=options.shard,
+                    loss=options.loss,
+                    accumulate=options.accumulate,
+                )
             data, text, status = (
                 _compare(options, source, progress)
                 if budget is None
@@ -163,6 +165,18 @@ def main(arguments: Sequence[str]) -> int:
         made.error(_in_a_sentence(error, options, source))
     print(json.dumps(data, indent=2) if options.json else text)
     return status
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """What imports make stays, and to look through it again and again takes a second."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 #: The way out where a config is not enough.
