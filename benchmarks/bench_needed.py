@@ -82,8 +82,7 @@ def segments_of(model: torch.nn.Module, shape: Shape, setting: str, *, whole: bo
             return trace_step(model, step, batch, blocks=blocks, cuda=True).segments
     with shortened(model, blocks) as short, SETTINGS[setting].active(model):
         found = trace_step(model, step, batch, blocks=short.modules, cuda=True).segments
-        short.repeat(found)
-    return unrolled(found)
+    return unrolled(found, short.copies)
 
 
 def of_step(model: torch.nn.Module, run: Callable[[Any], object], batch: Any, *, expandable: bool = False) -> Use:

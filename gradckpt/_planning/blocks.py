@@ -20,45 +20,46 @@ __all__ = ["Blocks", "find_blocks", "likeness", "regions_to_plan", "shortened", 
 #: Attributes that only number a block.
 _NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index"}
 
-#: Of a run of equal blocks, the first and the last ones that a shorter model keeps. The fourth
-#: stands for others: by then a device holds as many originals as ever, which are two, and the
+#: Of a run of equal blocks, those that a shorter model keeps before and after the one that stands
+#: for others. Before it: by then a device holds as many originals as ever, which are two, and the
 #: first block's input may be a leaf.
-_FIRST, _LAST = 4, 2
+_BEFORE, _AFTER = 3, 2
+
+#: The longest pattern of blocks that is looked for: five with a window and one without, say.
+_PERIOD = 8
 
 
 @dataclasses.dataclass
 class Blocks:
-    """``modules``: those to run. ``numbers``: each one's number in the whole model. ``times``: how
-    many blocks each stands for, itself and those that follow it.
+    """``modules``: those to run. ``copies``: for each the numbers, in the whole model, of the
+    blocks that it stands for, itself first. Blocks that repeat together have ranges with the same
+    step, which is how many they are, and the same end.
     """
 
     modules: list[Module]
-    numbers: list[int]
-    times: list[int]
-
-    def repeat(self, segments: list[Segment]) -> None:
-        """Let each segment count as often as the blocks that its own stands for."""
-        for segment in segments:
-            if segment.block is not None:
-                segment.times = self.times[segment.block]
-                segment.block = self.numbers[segment.block]
+    copies: list[range]
 
 
-def unrolled(segments: Sequence[Segment]) -> list[Segment]:
-    """Return one segment for each that counts several times, in the order of the step: the blocks
-    that it stands for run forward by their numbers, and backward from the last.
+def unrolled(segments: Sequence[Segment], copies: Sequence[range]) -> list[Segment]:
+    """Return the segments of the whole step, in its order, of those of a shorter one: the blocks
+    that stand for others run forward by their numbers, and backward from the last.
     """
+
+    def unit(place: tuple[int, Segment]) -> int | None:
+        block = place[1].block
+        return None if block is None or len(copies[block]) == 1 else copies[block].stop
+
     found: list[tuple[int, Segment]] = []
-    places = enumerate(segments)
-    for (block, times), cycle in itertools.groupby(places, lambda each: (each[1].block, each[1].times)):
-        if block is None or times == 1:
-            found += cycle
-            continue
-        repeated = list(cycle)
-        blocks = range(block, block + times)
-        for number in reversed(blocks) if repeated[0][1].phase == "backward" else blocks:
-            found += [(i, dataclasses.replace(segment, block=number, times=1)) for i, segment in repeated]
-    return with_own_storages(segments, found)
+    for stop, cycle in itertools.groupby(enumerate(segments), unit):
+        once = list(cycle)
+        rounds = range(1)
+        if stop is not None:
+            rounds = range(len(copies[once[0][1].block or 0]))
+        for number in reversed(rounds) if once[0][1].phase == "backward" else rounds:
+            for place, segment in once:
+                block = None if segment.block is None else copies[segment.block][number]
+                found.append((place, dataclasses.replace(segment, block=block)))
+    return with_own_storages(segments, copies, found)
 
 
 def find_blocks(model: Module, modules: Modules = None) -> list[Module]:
@@ -84,34 +85,52 @@ def regions_to_plan(model: Module, modules: Modules = None) -> list[Module]:
 
 @contextlib.contextmanager
 def shortened(model: Module, blocks: list[Module], options: Sequence[Hashable] | None = None) -> Iterator[Blocks]:
-    """Take out of the model most blocks of each run of equal ones, for a ``with`` block.
+    """Take out of the model most blocks of each run that repeats, for a ``with`` block: of equal
+    blocks, or of patterns of them.
 
-    ``options``: what is done with each block; blocks with different options are not equal. A model
-    whose blocks differ in what its config lists for each (``layer_types``) stays whole.
+    ``options``: what is done with each block; blocks with different options are not equal. Nor are
+    those for which a list of the config has different values (``layer_types``).
     """
-    whole = Blocks(blocks, list(range(len(blocks))), [1] * len(blocks))
-    types = getattr(getattr(model, "config", None), "layer_types", None)
-    if types is not None and len(set(types)) > 1:
-        yield whole
-        return
     number = {id(block): i for i, block in enumerate(blocks)}
-    option = {id(block): option for block, option in zip(blocks, options or [None] * len(blocks), strict=True)}
-    dropped: dict[int, int] = {}  # number of a block that is left out: of the one that stands for it
+    copies = {i: range(i, i + 1) for i in number.values()}
     with contextlib.ExitStack() as stack:
-        for container in [m for m in model.modules() if type(m) in (ModuleList, Sequential)]:
-            children = list(container._modules.values())
-            runs = [run for run in _runs(children, option) if len(run) > _FIRST + _LAST + 1]
-            for run in runs:
-                middle = run[_FIRST:-_LAST]
-                dropped.update({number[id(block)]: number[id(run[_FIRST - 1])] for block in middle})
-            if runs:
-                stack.callback(_put_back(container))
-                left = [child for child in children if number.get(id(child), -1) not in dropped]
-                container._modules = {str(i): child for i, child in enumerate(left)}
-        numbers = [i for i in whole.numbers if i not in dropped]
-        yield Blocks(
-            [blocks[i] for i in numbers], numbers, [1 + sum(by == i for by in dropped.values()) for i in numbers]
-        )
+        for container, lists in _containers(model):
+            children: list[Any] = list(container._modules.values())
+            kinds: list[Any] = [
+                (likeness(child), options and options[number[id(child)]], [values[i] for values in lists])
+                if id(child) in number
+                else None
+                for i, child in enumerate(children)
+            ]
+            dropped: set[int] = set()
+            for run in _runs(kinds):
+                period = run.step
+                first = run.start + _whole(_BEFORE, period)
+                times = (run.stop - _whole(_AFTER, period) - first) // period
+                dropped.update(range(first + period, first + times * period))
+                start = number[id(children[first])]
+                for i in range(start, start + period):
+                    copies[i] = range(i, start + times * period, period)
+            left = [i for i in range(len(children)) if i not in dropped]
+            if not dropped or any(values[i] != values[place] for values in lists for place, i in enumerate(left)):
+                continue
+            stack.callback(_put_back(container))
+            container._modules = {str(place): children[i] for place, i in enumerate(left)}
+            for i in dropped:
+                del copies[number[id(children[i])]]
+        yield Blocks([blocks[i] for i in copies], list(copies.values()))
+
+
+def _containers(model: Module) -> Iterator[tuple[Module, list[Sequence[Any]]]]:
+    """Return each list of modules, and the config's lists that have a value for each of them."""
+    found: dict[int, Module] = {}
+    for owner in model.modules():
+        config = vars(getattr(owner, "config", None) or getattr(model, "config", None) or owner)
+        for child in owner.children():
+            if type(child) in (ModuleList, Sequential) and id(child) not in found:
+                found[id(child)] = child
+                lists = [values for values in config.values() if isinstance(values, (list, tuple))]
+                yield child, [values for values in lists if len(values) == len(child._modules)]
 
 
 def _put_back(container: Module) -> Callable[[], None]:
@@ -119,20 +138,39 @@ def _put_back(container: Module) -> Callable[[], None]:
     return lambda: setattr(container, "_modules", before)
 
 
-def _runs(children: list[Any], options: dict[int, Hashable]) -> list[list[Module]]:
-    """Return the longest runs of equal blocks among the children, of which ``options`` has the
-    blocks.
+def _whole(blocks: int, period: int) -> int:
+    """Return the blocks of as many whole patterns as have so many."""
+    return -(-blocks // period) * period
+
+
+def _runs(kinds: Sequence[Any]) -> Iterator[range]:
+    """Return the longest runs in which some kinds repeat often enough for one time to stand for
+    others; the step is how many they are. None is no kind.
     """
-    runs: list[list[Module]] = []
-    last = None
-    for child in children:
-        kind = (likeness(child), options[id(child)]) if id(child) in options else None
-        if kind is None or kind != last:
-            runs.append([])
-        if kind is not None:
-            runs[-1].append(child)
-        last = kind
-    return runs
+    known: list[Any] = []
+    numbers = []
+    for kind in kinds:
+        if kind not in known:
+            known.append(kind)
+        numbers.append(None if kind is None else known.index(kind))
+    begin = 0
+    while begin < len(numbers):
+        best, saved = None, 1
+        for period in range(1, _PERIOD + 1):
+            pattern = numbers[begin : begin + period]
+            end = begin + len(pattern)
+            if None in pattern:
+                break
+            while end < len(numbers) and numbers[end] == numbers[end - period]:
+                end += 1
+            left_out = (end - begin - _whole(_BEFORE, period) - _whole(_AFTER, period)) // period * period - period
+            if left_out > saved:
+                best, saved = range(begin, end, period), left_out
+        if best is None:
+            begin += 1
+        else:
+            yield best
+            begin = best.stop
 
 
 def likeness(block: Module) -> list[Any]:

@@ -169,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """What imports make stays, and to look through it again and again takes a second."""
+    """Import without them: what imports make stays, and to look through it takes a second."""
     enabled = gc.isenabled()
     gc.disable()
     try:

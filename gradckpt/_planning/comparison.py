@@ -286,17 +286,15 @@ def compare_source(
     rates = None if device is None else rates_of(device, source.computes_in_16_bits)
 
     def trace(setting: Setting, length: int | None, concentrated: bool = False) -> StepTrace:
-        with shortened(source.model, blocks) as short:
-            with quiet(), setting.active(source.model, source.modules):
-                found = trace_step(
-                    source.model,
-                    lambda _: source.run(length, batch),
-                    blocks=short.modules,
-                    concentrated=concentrated,
-                    cuda=True,
-                )
-            short.repeat(found.segments)
-        segments = unrolled(scaled(found.segments, source.gradient_scale))
+        with shortened(source.model, blocks) as short, quiet(), setting.active(source.model, source.modules):
+            found = trace_step(
+                source.model,
+                lambda _: source.run(length, batch),
+                blocks=short.modules,
+                concentrated=concentrated,
+                cuda=True,
+            )
+        segments = unrolled(scaled(found.segments, source.gradient_scale), short.copies)
         return dataclasses.replace(found, segments=segments)
 
     def needed_by(found: StepTrace) -> int:

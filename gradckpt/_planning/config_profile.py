@@ -50,7 +50,8 @@ class _Estimates:
 class ConfigProfile(StepProfile):
     """The profile of a :class:`gradckpt._planning.config_model.ConfigModel`.
 
-    Of each run of equal blocks with equal options, six run; the others are like them.
+    Of a long run of equal blocks with equal options six run, and few of a pattern that repeats; the
+    others are like them.
 
     Args:
         source: The model.
@@ -97,7 +98,7 @@ class ConfigProfile(StepProfile):
 
     def _trace(self, options: Sequence[Option], concentrated: bool) -> StepTrace:
         with shortened(self.model, self.blocks, options) as short:
-            setting = self.setting([options[i] for i in short.numbers], short.modules)
+            setting = self.setting([options[each.start] for each in short.copies], short.modules)
             with quiet(), setting.active(self.model):
                 found = trace_step(
                     self.model,
@@ -106,8 +107,8 @@ class ConfigProfile(StepProfile):
                     concentrated=concentrated,
                     cuda=True,
                 )
-            short.repeat(found.segments)
-        return StepTrace(unrolled(scaled(found.segments, self._source.gradient_scale)), found.data_dependent)
+        segments = unrolled(scaled(found.segments, self._source.gradient_scale), short.copies)
+        return StepTrace(segments, found.data_dependent)
 
 
 def plan_source(

@@ -20,7 +20,7 @@ class Rates(NamedTuple):
     bytes: float
 
     def of_segment(self, segment: Segment) -> float:
-        """Estimate the seconds of a segment that runs once: each operator takes the time of its
+        """Estimate the seconds of a segment: each operator takes the time of its
         arithmetic or of its memory, whichever is longer.
         """
         operators = sum(max(work.flop / self.flops, work.bytes / self.bytes) for work in segment.work)
@@ -28,7 +28,7 @@ class Rates(NamedTuple):
 
     def of_step(self, trace: StepTrace) -> float:
         """Estimate the seconds of a step."""
-        return sum(segment.times * self.of_segment(segment) for segment in trace.segments)
+        return sum(self.of_segment(segment) for segment in trace.segments)
 
 
 def rates_of(device: Device, in_16_bits: bool) -> Rates:

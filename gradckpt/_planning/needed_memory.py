@@ -77,15 +77,18 @@ def held_blocks(model: Module, fixed: Mapping[str, int]) -> list[int]:
 # ---- segments that count several times
 
 
-def with_own_storages(segments: Sequence[Segment], unrolled: Sequence[tuple[int, Segment]]) -> list[Segment]:
+def with_own_storages(
+    segments: Sequence[Segment], copies: Sequence[range], unrolled: Sequence[tuple[int, Segment]]
+) -> list[Segment]:
     """Return the segments of a whole step, each with storages of its own.
 
-    ``segments``: of a shorter step, in which one block may stand for several. ``unrolled``: for
-    each segment of the whole step its place in the shorter one, and itself with its block.
+    ``segments``: of a shorter step, in which a block stands for the ``copies`` of its number.
+    ``unrolled``: for each segment of the whole step its place in the shorter one, and itself with
+    its block.
     """
-    shorter = _Shorter(segments)
+    shorter = _Shorter(segments, copies)
     alive: dict[Hashable, int] = {}
-    copies: dict[int, list[Hashable]] = {}
+    keys_of: dict[int, list[Hashable]] = {}
     found = []
     count = 0
     for place, segment in unrolled:
@@ -100,14 +103,14 @@ def with_own_storages(segments: Sequence[Segment], unrolled: Sequence[tuple[int,
                 key: Hashable = (shorter.slots[place], segment.block, size, ordinals[size])
                 ordinals[size] += 1
                 alive[key] = count
-                copies.setdefault(storage, []).append(key)
+                keys_of.setdefault(storage, []).append(key)
                 changes.extend((size, count))
                 events.append(event)
                 count += 1
             elif size:
                 keys = [key for key in shorter.released(place, k, segment.block, storage, -size) if key in alive][:1]
                 if not shorter.is_of_neighbour(place, storage):
-                    keys = [key for key in copies.get(storage, []) if key in alive]
+                    keys = [key for key in keys_of.get(storage, []) if key in alive]
                 for key in keys:
                     changes.extend((size, alive.pop(key)))
                     events.append(event)
@@ -121,20 +124,19 @@ class _Shorter:
     ``slots``: what each segment is in its block: the how manyth of its phase.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], copies: Sequence[range]) -> None:
         self._segments = segments
-        blocks = sorted({each.block for each in segments if each.block is not None})
-        self._rank = {block: i for i, block in enumerate(blocks)}
+        self._copies = copies
         phases: Counter[Hashable] = Counter()
         self.slots: list[Hashable] = []
-        self._at: dict[Hashable, int] = {}  # segments by slot and rank
+        self._at: dict[Hashable, int] = {}  # segments by slot and block
         for i, each in enumerate(segments):
             key = each.phase, each.block
             slot: Hashable = i if each.block is None else (each.phase, phases[key])
             phases[key] += 1
             self.slots.append(slot)
             if each.block is not None:
-                self._at[slot, self._rank[each.block]] = i
+                self._at[slot, each.block] = i
         self._made: dict[int, tuple[int, int]] = {}  # by storage: its segment, and the how manyth of its size
         for i, each in enumerate(segments):
             ordinals: Counter[int] = Counter()
@@ -148,7 +150,7 @@ class _Shorter:
     def _offset(self, place: int, storage: int) -> int | None:
         """Return how many blocks after a segment's a storage was made; None: outside of them."""
         own, maker = self._segments[place].block, self._segments[self._made[storage][0]].block
-        return None if own is None or maker is None else self._rank[maker] - self._rank[own]
+        return None if own is None or maker is None else maker - own
 
     def is_made(self, storage: int) -> bool:
         """Return whether the step allocates a storage."""
@@ -169,23 +171,27 @@ class _Shorter:
         return found
 
     def released(self, place: int, k: int, block: int | None, storage: int, size: int) -> list[Hashable]:
-        """Return the keys of what change ``k`` of a segment may release where it is of this block,
-        the likeliest first.
+        """Return the keys of what change ``k`` of a segment may release where it is of this block
+        of the whole step, the likeliest first.
         """
         if not self.is_of_neighbour(place, storage):
             return []
         offset = self._offset(place, storage)
         by, number = self._made[storage]
-        own, maker = self._segments[place], self._segments[by]
+        own, maker = self._segments[place].block, self._segments[by].block
         assert block is not None
-        assert own.block is not None
+        assert own is not None
+        assert maker is not None
         assert offset is not None
-        own_key = self.slots[by], maker.block, size, number
-        if offset and own.block <= block + offset < own.block + own.times:  # another copy: as neighbours of copies do
-            rank = self._rank[own.block] - offset
-            like = self._at.get((self.slots[place], rank))
+        copies = self._copies[own]
+        own_key = self.slots[by], self._copies[maker][0], size, number
+        # Of another copy than that which ran next to it: as a block does that ran next to one.
+        first, near = copies.stop - len(copies) * copies.step, block + offset
+        if first <= near < copies.stop and near not in self._copies[maker]:
+            rounds = -(-abs(offset) // copies.step) * copies.step
+            like = self._at.get((self.slots[place], own + (rounds if offset < 0 else -rounds)))
             other = self._of[like].get(self._numbers[place][k][0]) if like is not None else None
             if other is not None:
                 by, number = self._made[other]
-        near = self.slots[by], block + offset, size, number
-        return [own_key, near] if own.times == maker.times == 1 else [near]
+        near_key = self.slots[by], near, size, number
+        return [own_key, near_key] if len(copies) == len(self._copies[maker]) == 1 else [near_key]

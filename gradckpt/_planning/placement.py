@@ -69,7 +69,7 @@ class Placement:
             if segment.placed_bytes:
                 kind = segment.block is not None and options[segment.block].recomputes
                 largest[kind] = max(largest[kind], segment.largest)
-                whole[kind] += segment.placed_bytes * segment.times
+                whole[kind] += segment.placed_bytes
         trace.ring = sum(self.room(largest[kind], whole[kind], kind) for kind in largest)
         trace.placed = sum(whole.values())
         return trace
@@ -164,5 +164,5 @@ def placed_by_block(segments: Iterable[Segment]) -> dict[int, tuple[int, int]]:
     for segment in segments:
         if segment.block is not None and segment.placed_bytes:
             size, largest = found.get(segment.block, (0, 0))
-            found[segment.block] = size + segment.placed_bytes * segment.times, max(largest, segment.largest)
+            found[segment.block] = size + segment.placed_bytes, max(largest, segment.largest)
     return found

@@ -104,7 +104,7 @@ class StepProfile(StepTraces):
         for option in self.options:
             if option.place is not None and not self.traces[option].placed:
                 continue
-            work = tuple((each.name, each.times, total(each.work)) for each in self.traces[option].segments)
+            work = tuple((each.name, total(each.work)) for each in self.traces[option].segments)
             found.setdefault((option.without_policy(), work), option)
         return list(found.values())
 

@@ -72,9 +72,8 @@ class Peak:
 class Segment:
     """A stretch of the step: ``phase`` of ``block``. ``events``: (bytes, kind). ``payload_bytes``:
     codecs read and write them for what they encode here. ``placed_bytes``: of payloads that get a
-    place here, and ``largest`` of one. It counts ``times`` times. ``changes``: on
-    a device the allocations and releases themselves, as
-    :func:`gradckpt._planning.needed_memory.pairs` reads them.
+    place here, and ``largest`` of one. ``changes``: on a device the allocations and releases
+    themselves, as :func:`gradckpt._planning.needed_memory.pairs` reads them.
     """
 
     phase: str
@@ -84,7 +83,6 @@ class Segment:
     payload_bytes: int = 0
     placed_bytes: int = 0
     largest: int = 0
-    times: int = 1
     changes: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"))
 
     @property
@@ -227,16 +225,10 @@ class StepTrace:
         scale = (1.0, 1.0, gradient_scale, 1.0)
         alive = [0.0] * len(KINDS)
         found = []
-        for _, cycle in itertools.groupby(self.segments, lambda s: (s.block, s.times) if s.times > 1 else id(s)):
-            ups = [_Up(segment, scale) for segment in cycle]
-            growth = [sum(up.net[kind] for up in ups) for kind in range(len(KINDS))]
-            repeats = ups[0].segment.times - 1
-            # What grows is highest in the last repetition, else in the first.
-            before = [x + repeats * d for x, d in zip(alive, growth, strict=True)] if sum(growth) > 0 else list(alive)
-            for up in ups:
-                found.append(up.peak(before))
-                before = [x + d for x, d in zip(before, up.net, strict=True)]
-            alive = [x + (repeats + 1) * d for x, d in zip(alive, growth, strict=True)]
+        for segment in self.segments:
+            up = _Up(segment, scale)
+            found.append(up.peak(alive))
+            alive = [x + d for x, d in zip(alive, up.net, strict=True)]
         return found
 
     def peak(self, gradient_scale: float = 1.0) -> Peak:

@@ -13,12 +13,12 @@ import transformers
 
 import gradckpt
 from gradckpt._planning import comparison as planning
-from gradckpt._planning.blocks import find_blocks, shortened
+from gradckpt._planning.blocks import find_blocks, shortened, unrolled
 from gradckpt._planning.comparison import Comparison, Row, compare_source
 from gradckpt._planning.config_model import ConfigModel
 from gradckpt._planning.hints import IN_PYTHON, as_flags
 from gradckpt._planning.needed_memory import held_blocks, memory_use
-from gradckpt._planning.step_trace import KINDS, Peak, trace_step
+from gradckpt._planning.step_trace import KINDS, Peak, StepTrace, trace_step
 from gradckpt._settings import READY
 
 transformers.utils.logging.set_verbosity_error()
@@ -107,11 +107,10 @@ def traces(model, batch, setting):
 
     blocks = find_blocks(model)
     with setting.active(model):
-        whole = trace_step(model, step, batch, blocks=blocks).peak()
+        whole = trace_step(model, step, batch, blocks=blocks, cuda=True).peak()
     with shortened(model, blocks) as short, setting.active(model):
-        trace = trace_step(model, step, batch, blocks=short.modules)
-        short.repeat(trace.segments)
-    return whole, trace.peak(), short
+        trace = trace_step(model, step, batch, blocks=short.modules, cuda=True)
+    return whole, StepTrace(unrolled(trace.segments, short.copies), False).peak(), short
 
 
 @pytest.mark.parametrize("build", [llama, gpt2, mixtral])
@@ -124,27 +123,36 @@ def test_a_shorter_model_has_the_peaks_of_the_whole(build, gradients):
     for setting in READY:
         whole, short, blocks = traces(model, ids(), setting)
         assert (short.size, short.parts) == (whole.size, whole.parts)
-        assert (len(blocks.modules), sum(blocks.times)) == (6, 12)
+        assert (len(blocks.modules), sum(map(len, blocks.copies))) == (6, 12)
+
+
+def kept(model):
+    """The numbers of the blocks that each block of a shorter model stands for."""
+    with shortened(model, find_blocks(model)) as blocks:
+        assert len(find_blocks(model)) == len(blocks.copies)
+        return [list(each) for each in blocks.copies]
 
 
 def test_blocks_that_differ_stay():
-    def count(model):
-        with shortened(model, find_blocks(model)) as blocks:
-            assert set(blocks.times) == {1}
-            return len(find_blocks(model))
+    model = llama()
+    for i in (0, 4, 5, 9, 11):
+        model.model.layers[i].mlp.act_fn = torch.nn.ReLU()
+    assert len(kept(model)) == 12
+    fields = {key: value for key, value in DECODER.items() if key != "attention_dropout"}
+    types = ["full_attention"] * 2 + ["sliding_attention"] * 8 + ["full_attention"] * 2
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields, layer_types=types)).train()
+    assert len(kept(model)) == 12, "the model reads the types of its last layers at their places"
 
+
+def test_patterns_of_blocks_repeat():
     model = llama()
     for i in range(0, 12, 2):
-        model.model.layers[i].mlp.act_fn = torch.nn.ReLU()
-    assert count(model) == 12
-    model = llama()
-    for i in range(0, 12, 3):
         model.model.layers[i].requires_grad_(False)
-    assert count(model) == 12
+    assert kept(model) == [[0], [1], [2], [3], [4, 6, 8], [5, 7, 9], [10], [11]]
     fields = {key: value for key, value in DECODER.items() if key != "attention_dropout"}
     gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**fields, head_dim=16)).train()
     assert len(set(gemma.config.layer_types)) == 2
-    assert count(gemma) == 12
+    assert kept(gemma) == kept(model)
 
 
 def test_a_shorter_model_is_whole_again_after_an_error():

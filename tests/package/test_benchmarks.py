@@ -244,7 +244,7 @@ def a_plan_that_needs_other(patch):
     import bench_needed
 
     unrolled = bench_needed.unrolled
-    patch.setattr(bench_needed, "unrolled", lambda segments: [*unrolled(segments), more_of(unrolled(segments)[-1])])
+    patch.setattr(bench_needed, "unrolled", lambda *shorter: [*unrolled(*shorter), more_of(unrolled(*shorter)[-1])])
 
 
 def more_of(segment):

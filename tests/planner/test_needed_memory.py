@@ -82,10 +82,12 @@ def test_the_step_of_any_model():
 # ---- a shorter step that stands for a whole one
 
 
+SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 10, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "vocab_size": WORDS, "use_cache": False}
+
+
 def llama():
-    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 10, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**shape, num_key_value_heads=2, vocab_size=WORDS, use_cache=False)
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
 
 
 def gpt2():
@@ -99,12 +101,37 @@ def t5():
     return transformers.T5ForConditionalGeneration(config)
 
 
+def gemma2():
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 14, "num_attention_heads": 4}
+    config = transformers.Gemma2Config(**shape, num_key_value_heads=2, head_dim=32, vocab_size=WORDS, sliding_window=64)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def gemma3():
+    """Of six layers one has no window; 26 end within a pattern."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 26, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": WORDS, "sliding_window": 64}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape))
+
+
+def of_turns():
+    """Blocks of which each third needs other memory."""
+    config = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 19})
+    model = transformers.LlamaForCausalLM(config)
+    for i in range(2, 19, 3):
+        model.model.layers[i].mlp = transformers.models.llama.modeling_llama.LlamaMLP(
+            transformers.LlamaConfig(**SHAPE | {"intermediate_size": 1024})
+        )
+        model.model.layers[i].self_attn.requires_grad_(False)
+    return model
+
+
 def vit():
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 10, "num_attention_heads": 4}
     return transformers.ViTForImageClassification(transformers.ViTConfig(**shape, image_size=64, patch_size=4))
 
 
-@pytest.mark.parametrize("build", [llama, gpt2, t5, vit])
+@pytest.mark.parametrize("build", [llama, gpt2, t5, vit, gemma2, gemma3, of_turns])
 def test_a_shorter_step_needs_what_the_whole_one_does(build):
     """Under autocast, which keeps casts of weights until it ends, too."""
     with torch.device("meta"):
@@ -127,9 +154,8 @@ def test_a_shorter_step_needs_what_the_whole_one_does(build):
             whole = trace_step(model, step, batch, blocks=blocks, cuda=True)
         with shortened(model, blocks) as short, setting.active(model):
             part = trace_step(model, step, batch, blocks=short.modules, cuda=True)
-            short.repeat(part.segments)
         assert len(part.segments) < len(whole.segments)
-        found = unrolled(part.segments)
+        found = unrolled(part.segments, short.copies)
         assert memory_use(found) == memory_use(whole.segments), setting.name
         assert StepTrace(found, False).peak().size == whole.peak().size == memory_use(found)["requested"]
 
