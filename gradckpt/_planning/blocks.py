@@ -103,6 +103,7 @@ def shortened(model: Module, blocks: list[Module], options: Sequence[Hashable] |
                 for i, child in enumerate(children)
             ]
             dropped: set[int] = set()
+            standing: dict[int, range] = {}
             for run in _runs(kinds):
                 period = run.step
                 first = run.start + _whole(_BEFORE, period)
@@ -110,12 +111,13 @@ def shortened(model: Module, blocks: list[Module], options: Sequence[Hashable] |
                 dropped.update(range(first + period, first + times * period))
                 start = number[id(children[first])]
                 for i in range(start, start + period):
-                    copies[i] = range(i, start + times * period, period)
+                    standing[i] = range(i, start + times * period, period)
             left = [i for i in range(len(children)) if i not in dropped]
             if not dropped or any(values[i] != values[place] for values in lists for place, i in enumerate(left)):
                 continue
             stack.callback(_put_back(container))
             container._modules = {str(place): children[i] for place, i in enumerate(left)}
+            copies |= standing
             for i in dropped:
                 del copies[number[id(children[i])]]
         yield Blocks([blocks[i] for i in copies], list(copies.values()))
