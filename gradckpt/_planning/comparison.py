@@ -319,7 +319,8 @@ def compare_source(
     rows = side_by_side_on_paper(trials, None, lambda number: progress(READY[number].name))
     about = list(source.about)
     if tokens is not None and limit is not None and any(each.longest is None for each in rows):
-        about.append("The longest sequence is unknown where a step has very many operators; try others with --tokens.")
+        why = "where a step has very many operators, or other lengths raise"
+        about.append(f"The longest sequence is unknown {why}; try others with --tokens.")
     return Comparison(tuple(rows), fixed, limit, tuple(about), tokens, as_flags(source.flags, source.takes))
 
 
