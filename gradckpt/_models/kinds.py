@@ -214,9 +214,24 @@ def repeated_blocks(model: Module) -> list[Blocks]:
     found = sorted((blocks for blocks in found if blocks.parameters), key=lambda blocks: -blocks.parameters)
     # Beside blocks with a class of their own, a Sequential is a stage of one block.
     found = [blocks for blocks in found if blocks.kind is not Sequential] or found
+    found = _apart(found, [*names])
     if found and found[0].parameters >= _MOST * sum(blocks.parameters for blocks in found):
         return found[:1]
     return found
+
+
+def _apart(found: list[Blocks], modules: list[Module]) -> list[Blocks]:
+    """Return the kinds without those of which a module is inside one of a kind before, or holds
+    one: a class is chosen wherever it is.
+    """
+    kept: list[Blocks] = []
+    inside: set[type[Module]] = set()
+    for blocks in found:
+        parts = {type(part) for module in modules if type(module) is blocks.kind for part in _inside(module)}
+        if blocks.kind not in inside and not parts & {blocks.kind, *(each.kind for each in kept)}:
+            kept.append(blocks)
+            inside |= parts
+    return kept or found
 
 
 def inside_fsdp(module: Module) -> Module:

@@ -89,6 +89,12 @@ class _Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.base_layer(x)
+        if not isinstance(result, torch.Tensor):
+            name = type(self.base_layer).__name__
+            raise ValueError(
+                f"gradckpt: {name} returns several values, so PEFT cannot adapt it; name the layers to adapt, as in "
+                "--lora r=16,targets=q_proj+v_proj"
+            )
         dtype = result.dtype
         if not isinstance(self.base_layer, QuantizedLinear):  # peft/tuners/lora/layer.py
             result = result + self._delta(x.to(self.lora_A.weight.dtype))

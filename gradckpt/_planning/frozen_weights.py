@@ -155,7 +155,9 @@ def quantize(model: nn.Module, bits: str, compute_dtype: torch.dtype, head: nn.M
     kept = {name for each in names for name in each}
     count = 0
     for name, module in list(model.named_modules()):
-        if is_linear(module) and module is not head and not kept & {*name.split(".")}:
+        if not is_linear(module) or (isinstance(module, nn.Linear) and type(module) is not nn.Linear):
+            continue  # transformers leaves subclasses, such as routers with several outputs
+        if module is not head and not kept & {*name.split(".")}:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, QuantizedLinear(module, bits, compute_dtype))
             count += math.prod(linear_sizes(module))

@@ -225,7 +225,7 @@ def _listed(names: Any) -> tuple[str, ...]:
 
 def _class_of(entries: dict[str, Any], transformers: Any) -> Any:
     names = entries.get("architectures")
-    if not names:
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ValueError(
             "gradckpt: the config has no 'architectures'; add the class to train, such as [\"LlamaForCausalLM\"]"
         )

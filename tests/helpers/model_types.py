@@ -59,9 +59,12 @@ class Answer(NamedTuple):
     text: str
 
 
-def class_of(model_type: str) -> str | None:
-    """Return the class to train, any that transformers lists if there is none with a known loss."""
-    mappings = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS]
+def class_of(model_type: str, of_parts: bool) -> str | None:
+    """Return the class to train, any that transformers lists if there is none with a known loss.
+    ``of_parts``: the config is that of a language model and others together.
+    """
+    tasks = sorted(TASKS, key=lambda task: task != "IMAGE_TEXT_TO_TEXT") if of_parts else TASKS
+    mappings = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in tasks]
     mappings += [each for name, each in vars(auto).items() if name.endswith("_MAPPING_NAMES") and "CONFIG" not in name]
     found = next((mapping[model_type] for mapping in mappings if model_type in mapping), None)
     return found if found is None or isinstance(found, str) else found[0]
@@ -85,7 +88,8 @@ def config_of(model_type: str) -> dict[str, Any] | None:
     except Exception:  # each has its own
         return None
     shallow(entries)
-    return {**entries, "model_type": model_type, "architectures": [class_of(model_type)]}
+    kind = class_of(model_type, "text_config" in entries)
+    return {**entries, "model_type": model_type, **({} if kind is None else {"architectures": [kind]})}
 
 
 def ask(folder: str, model_type: str, setting: str) -> Answer:

@@ -121,6 +121,13 @@ def test_repeated_blocks_are_not_their_own_steps():
     assert blocks_of(model)["Inverted"] == ["1", "2", "3"]
 
 
+def test_a_class_that_is_also_inside_of_blocks_is_none_to_choose():
+    """enable(modules=) would find it there, too."""
+    layers = nn.ModuleList(Mixture() for _ in range(3))
+    more = nn.ModuleList(Mlp() for _ in range(4))
+    assert list(blocks_of(nn.ModuleDict({"layers": layers, "more": more}))) == ["Mixture"]
+
+
 def test_repeated_blocks_share_nothing_and_hold_the_experts():
     """Experts belong to their layer; a head beside many layers is no rival; equals are."""
     layers = nn.ModuleList(Mixture() for _ in range(3))

@@ -238,6 +238,17 @@ PEFT_CASES = {
 }
 
 
+@pytest.mark.parametrize("weights", [None, "nf4"])
+def test_routers_with_several_outputs_are_no_linear_layers(weights, write):
+    """transformers quantizes no subclass of nn.Linear, and PEFT fails at such a one."""
+    config = transformers.PhimoeConfig(**TINY, num_local_experts=4)
+    folder = write("PhimoeForCausalLM", config)
+    planned = ConfigModel(folder, lora="r=4", weights=weights)
+    with pytest.raises(ValueError, match="PhimoeTopKRouter returns several values, so PEFT cannot adapt it"):
+        step(planned, 32)
+    step(ConfigModel(folder, lora="r=4,targets=q_proj+v_proj", weights=weights), 32)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "bf16-mixed"])
 @pytest.mark.parametrize("case", PEFT_CASES)
 def test_lora_is_pefts(case, dtype, llama):
@@ -472,6 +483,8 @@ def test_wrong_settings(llama, given, text):
     ("change", "text"),
     [
         ({"architectures": None}, "the config has no 'architectures'; add the class to train"),
+        ({"architectures": [None]}, "the config has no 'architectures'; add the class to train"),
+        ({"architectures": "LlamaForCausalLM"}, "the config has no 'architectures'; add the class to train"),
         ({"architectures": ["LlamaForNothing"]}, "has no class 'LlamaForNothing'"),
         ({"architectures": ["OwnModel"], "auto_map": {}}, "has no class 'OwnModel' without remote code"),
         (
