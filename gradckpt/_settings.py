@@ -26,7 +26,7 @@ from gradckpt._models.switch import Handle, Modules, enable, snapshot, take_off
 from gradckpt.integrations.transformers import models
 from gradckpt.selectors import describe
 
-__all__ = ["EXACT", "READY", "Candidate", "Setting", "quiet", "setting_of"]
+__all__ = ["EXACT", "NONE", "READY", "TORCH", "Candidate", "Setting", "quiet", "setting_of"]
 
 logger = logging.getLogger("gradckpt")
 
@@ -124,9 +124,13 @@ def _enabled(codec: str) -> Setting:
 #: Checkpointing with uncompressed inputs, which changes no gradient.
 EXACT = Setting("exact", "gradckpt.enable(model, None)", options={"compress": None})
 
+#: No checkpointing, and torch's.
+NONE = Setting("none", "gradckpt.disable(model)", "none")
+TORCH = Setting("torch", "gradckpt.enable(model, None)  # equal to torch's to the last bit", "torch")
+
 READY: tuple[Setting, ...] = (
-    Setting("none", "gradckpt.disable(model)", "none"),
-    Setting("torch", "gradckpt.enable(model, None)  # equal to torch's to the last bit", "torch"),
+    NONE,
+    TORCH,
     _enabled("int8"),
     _enabled("int4"),
     _enabled("lossless"),

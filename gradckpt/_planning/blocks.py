@@ -15,7 +15,7 @@ from gradckpt._planning.needed_memory import with_own_storages
 from gradckpt._planning.step_trace import Segment
 from gradckpt._settings import EXACT
 
-__all__ = ["Blocks", "find_blocks", "likeness", "regions_to_plan", "shortened", "unrolled"]
+__all__ = ["Blocks", "find_blocks", "likeness", "regions_to_plan", "shortened", "unrolled", "whole"]
 
 #: Attributes that only number a block.
 _NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index"}
@@ -40,10 +40,18 @@ class Blocks:
     copies: list[range]
 
 
+def whole(blocks: list[Module]) -> Blocks:
+    """Return the blocks of a model that is not shorter."""
+    return Blocks(blocks, [range(i, i + 1) for i in range(len(blocks))])
+
+
 def unrolled(segments: Sequence[Segment], copies: Sequence[range]) -> list[Segment]:
     """Return the segments of the whole step, in its order, of those of a shorter one: the blocks
     that stand for others run forward by their numbers, and backward from the last.
     """
+
+    if all(len(each) == 1 for each in copies):
+        return list(segments)
 
     def unit(place: tuple[int, Segment]) -> int | None:
         block = place[1].block
@@ -96,6 +104,8 @@ def shortened(model: Module, blocks: list[Module], options: Sequence[Hashable] |
     with contextlib.ExitStack() as stack:
         for container, lists in _containers(model):
             children: list[Any] = list(container._modules.values())
+            if len({*map(id, children)}) < len(children):
+                continue  # one of them runs several times
             kinds: list[Any] = [
                 (likeness(child), options and options[number[id(child)]], [values[i] for values in lists])
                 if id(child) in number

@@ -15,7 +15,8 @@ from gradckpt import _C
 from gradckpt._apart import apart
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
-from gradckpt._planning.blocks import find_blocks, shortened, unrolled
+from gradckpt._planning.blocks import find_blocks
+from gradckpt._planning.config_steps import ConfigSteps
 from gradckpt._planning.devices import Device
 from gradckpt._planning.estimates import rates_of
 from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
@@ -27,7 +28,6 @@ from gradckpt._planning.step_trace import (
     Peak,
     StateBeforePaper,
     StepTrace,
-    scaled,
     side_by_side_on_paper,
     trace_step,
 )
@@ -282,20 +282,13 @@ def compare_source(
     limit = memory if memory is not None else device.memory if device is not None else None
     fixed = {**source.fixed, **source.extra}
     held, blocks_held = sum(fixed.values()), held_blocks(source.model, fixed)
-    blocks = find_blocks(source.model, source.modules)
     rates = None if device is None else rates_of(device, source.computes_in_16_bits)
+    progress("one layer for many")
+    steps = ConfigSteps(source, tokens, batch)
 
     def trace(setting: Setting, length: int | None, concentrated: bool = False) -> StepTrace:
-        with shortened(source.model, blocks) as short, quiet(), setting.active(source.model, source.modules):
-            found = trace_step(
-                source.model,
-                lambda _: source.run(length, batch),
-                blocks=short.modules,
-                concentrated=concentrated,
-                cuda=True,
-            )
-        segments = unrolled(scaled(found.segments, source.gradient_scale), short.copies)
-        return dataclasses.replace(found, segments=segments)
+        active = functools.partial(setting.active, source.model, source.modules)
+        return steps.trace(lambda _: active(), length, concentrated=concentrated)
 
     def needed_by(found: StepTrace) -> int:
         return int(memory_use(found.segments, blocks_held)["needed"])

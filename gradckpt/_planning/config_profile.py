@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.nn import Module
 
 from gradckpt._offload import Offload
 from gradckpt._planning.block_times import Cost
-from gradckpt._planning.blocks import find_blocks, shortened, unrolled
+from gradckpt._planning.blocks import Blocks
 from gradckpt._planning.budget import Budget
+from gradckpt._planning.config_steps import ConfigSteps
 from gradckpt._planning.devices import Device, find
 from gradckpt._planning.estimates import Rates, rates_of
 from gradckpt._planning.hints import as_flags
@@ -21,8 +23,7 @@ from gradckpt._planning.options import RECOMPUTE, Option, allowed
 from gradckpt._planning.placement import Placement
 from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.step_profile import StepProfile
-from gradckpt._planning.step_trace import StepTrace, scaled, trace_step
-from gradckpt._settings import quiet
+from gradckpt._planning.step_trace import StepTrace
 
 __all__ = ["ConfigProfile", "plan_source"]
 
@@ -80,13 +81,12 @@ class ConfigProfile(StepProfile):
         progress: Callable[[str], None] = lambda text: None,
         placement: Placement | None = None,
     ) -> None:
-        self._source, self._tokens, self._batch, self._progress = source, tokens, batch, progress
+        self._tokens, self._progress = tokens, progress
         self._rates = rates
         self.hints = as_flags(source.flags, source.takes)
-        with quiet():
-            blocks = find_blocks(source.model, source.modules)
+        self._steps = ConfigSteps(source, tokens, batch)
         offload = None if placement is None else placement.offload
-        super().__init__(source.model, blocks, allowed(compress, False, offload), placement)
+        super().__init__(source.model, self._steps.blocks, allowed(compress, False, offload), placement)
         self.device_blocks = held_blocks(source.model, {**source.fixed, **source.extra})
         self.costs = _Estimates(self, rates)
         self.step_seconds = rates.of_step(self.traces[RECOMPUTE])
@@ -97,18 +97,10 @@ class ConfigProfile(StepProfile):
         self._progress("choosing")
 
     def _trace(self, options: Sequence[Option], concentrated: bool) -> StepTrace:
-        with shortened(self.model, self.blocks, options) as short:
-            setting = self.setting([options[each.start] for each in short.copies], short.modules)
-            with quiet(), setting.active(self.model):
-                found = trace_step(
-                    self.model,
-                    lambda _: self._source.run(self._tokens, self._batch),
-                    blocks=short.modules,
-                    concentrated=concentrated,
-                    cuda=True,
-                )
-        segments = unrolled(scaled(found.segments, self._source.gradient_scale), short.copies)
-        return StepTrace(segments, found.data_dependent)
+        def active(short: Blocks) -> AbstractContextManager[Any]:
+            return self.setting([options[each.start] for each in short.copies], short.modules).active(self.model)
+
+        return self._steps.trace(active, self._tokens, options, concentrated=concentrated)
 
 
 def plan_source(

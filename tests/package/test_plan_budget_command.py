@@ -287,7 +287,7 @@ def whole(profile, source, options):
 
 
 def check_like_whole(profile, options):
-    actual, found = whole(profile, profile._source, options), profile.trace(options)
+    actual, found = whole(profile, profile._steps._source, options), profile.trace(options)
     assert [(s.phase, s.block) for s in found.segments] == [(s.phase, s.block) for s in actual.segments]
     assert [peak.size for peak in found.peaks()] == [peak.size for peak in actual.peaks()]
     assert [s.payload_bytes for s in found.segments] == [s.payload_bytes for s in actual.segments]
@@ -307,7 +307,7 @@ def test_unrolled_segments_of_mixed_options(profile):
 
 
 def test_blocks_with_other_options_are_not_equal(profile):
-    source = profile._source
+    source = profile._steps._source
     blocks = find_blocks(source.model)
     with shortened(source.model, blocks, ["a"] * 8 + ["b"]) as short:
         assert [list(each) for each in short.copies] == [[0], [1], [2], [3, 4, 5], [6], [7], [8]]
