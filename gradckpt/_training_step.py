@@ -95,9 +95,15 @@ class StepWrites(ValueError):
 def refuse_writes(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Refuse steps in the block that have written to parameters or inputs."""
     before = [(x, x._version) for x in leaves if not x.is_inference()]
-    yield
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
     if any(x._version != version for x, version in before):
-        raise StepWrites
+        raise StepWrites from failure  # here and now: in a child, nothing has changed
+    if failure is not None:
+        raise failure
 
 
 @contextlib.contextmanager

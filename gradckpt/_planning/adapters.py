@@ -49,6 +49,8 @@ def parse_lora(text: str) -> Lora:
     given: dict[str, Any] = {}
     for entry in text.split(","):
         key, _, value = (part.strip() for part in entry.partition("="))
+        if key in given:
+            raise ValueError(f"gradckpt: LoRA setting {key} is given twice; write {_EXAMPLE}")
         if key not in read:
             raise ValueError(f"gradckpt: unknown LoRA setting {entry.strip()!r}; write {_EXAMPLE}")
         try:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,8 @@ the peak in each ready setting, what binds, and the longest sequence that fits. 
 choose for each region what is kept, compressed or recomputed, so that the step stays within it."""
 
 _EPILOG = """examples:
+  gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 8k --lora r=16,dtype=bf16 --weights nf4-nested \\
+      --prepare none --loss trl --device RTX-4090      # QLoRA as people train it with TRL
   gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 32k --lora r=16 --loss liger --device RTX-4090
   gradckpt plan ./config.json --tokens 131072 --gpus 8 --shard fsdp --loss liger --memory 80GB
   gradckpt plan ./config.json --tokens 8192 --device H100-SXM --budget 90% --compress int8 --save plan.json
@@ -75,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
     loss = "the model's own (default), or without all logits, as TRL, Liger or torch's linear_cross_entropy"
     add("--loss", choices=("model", *LOSSES), default="model", help=loss)
     add("--accumulate", action="store_true", help="gradients of earlier batches exist when the step begins")
-    add("--memory", type=_size, metavar="SIZE", help="of one device: 24GiB, 24GB or bytes")
+    memory = "of one device: 24GiB, 24GB (which is 22.35 GiB) or bytes; --device knows cards"
+    add("--memory", type=_size, metavar="SIZE", help=memory)
     add("--budget", metavar="SIZE", help="choose an option for each region: 60GiB, 90%% or activations:6GiB")
     add(
         "--compress",
@@ -93,6 +97,10 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+#: More tokens, samples or devices than any has.
+_LARGEST = 2**40
+
+
 def _number(text: str) -> int:
     return _or_usage(_parse_number, text)  # type: ignore[no-any-return]
 
@@ -101,8 +109,8 @@ def _parse_number(text: str) -> int:
     digits = text.replace("_", "").replace(",", "")
     if digits[-1:] in ("k", "K") and digits[:-1].isdecimal():
         digits = str(int(digits[:-1]) * 1024)
-    if not digits.isdecimal() or int(digits) < 1:
-        raise ValueError(f"gradckpt: {text!r} is not a number; give 1 or more")
+    if not digits.isdecimal() or not 0 < int(digits) < _LARGEST:
+        raise ValueError(f"gradckpt: {text!r} is no such number; give 1 or more, as in 8192 or 8k")
     return int(digits)
 
 
@@ -185,7 +193,7 @@ _IN_SCRIPT = "call gradckpt.plan(model, batch) in your script instead"
 
 def _in_a_sentence(error: Exception, options: argparse.Namespace, source: ConfigModel | None) -> str:
     """Return what went wrong; our own errors say all, those of other libraries not where."""
-    text = " ".join(str(error).split())
+    text = " ".join(re.split(r"Exception raised from|\nframe #0", str(error))[0].split())
     if text.startswith("gradckpt: "):
         return text.removeprefix("gradckpt: ")
     if len(text) > _LONG:

@@ -132,7 +132,9 @@ class Comparison:
         return {"verdict": self.verdict, **given}
 
     def __str__(self) -> str:
-        return "\n".join([self.verdict, "", *_table(self), "", *_lines(self), *self.about])
+        barely = "Barely: less than 1 GiB is left, and the CUDA context and workspaces of libraries need about that."
+        about = [*self.about, *[barely][: any(_barely(self, row) for row in self.rows)]]
+        return "\n".join([self.verdict, "", *_table(self), "", *_lines(self), *about])
 
 
 def compare(model: Module, batch: Any, modules: Modules, memory: int | str | None, measure: bool) -> Comparison:
@@ -336,10 +338,21 @@ def _verdict(plan: Comparison) -> str:
             f"Nothing fits {limit}{length}: the {what} is {_size(least.size)}, with {least.name}. "
             f"{_advice(plan, least)}"
         )
-    if fitting[0].name == "none":
+    if fitting[0].name == "none" and not _barely(plan, fitting[0]):
         return f"It fits {limit}{length} without checkpointing: {_size(fitting[0].size)}."
-    names = ", ".join(f"{row.name} ({_size(row.size)})" for row in fitting)
+    names = ", ".join(f"{row.name} ({_size(row.size)}{', barely' if _barely(plan, row) else ''})" for row in fitting)
     return f"It fits {limit}{length} with {names}."
+
+
+#: Bytes that are not counted, and the most of a device that they are taken for.
+_BESIDE, _PART = 2**30, 0.05
+
+
+def _barely(plan: Comparison, row: Row) -> bool:
+    """Return whether a row fits, and leaves little for what is not counted."""
+    if not row.fits or row.size is None or plan.memory is None:
+        return False
+    return plan.memory - row.size < min(_BESIDE, _PART * plan.memory)
 
 
 def _advice(plan: Comparison, row: Row) -> str:
@@ -373,7 +386,8 @@ def _table(plan: Comparison) -> list[str]:
     for row in plan.rows:
         line = [row.name, _size(row.total)]
         line += [_size(row.at_most)] * bound + [_size(row.needed)] * needed
-        line += [{True: "yes", False: "no", None: ""}[row.fits]] * limit
+        fits = {True: "barely" if _barely(plan, row) else "yes", False: "no", None: ""}[row.fits]
+        line += [fits] * limit
         line += [f"{row.longest:,}" if row.longest is not None else ""] * longest
         line += [f"{row.seconds:.3g} s" if row.seconds is not None else ""] * seconds
         cells.append([*line, row.binds])

@@ -107,6 +107,9 @@ class ConfigModel:
             for p in trained:
                 p.grad = torch.empty_like(p)
             self.fixed["gradients"] = round(self.gradient_scale * sum(p.nbytes for p in trained))
+        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        if attention == "eager" and self.takes == "tokens":
+            self.about.append("Attention is transformers' eager one, its choice here: weights of all pairs of tokens.")
         states = f"Optimizer {optimizer}: {format_bytes(self.fixed['optimizer states'])} of states"
         fused = ", and a fused step, the Trainer's default, which needs no other memory" if optimizer == "adamw" else ""
         self.about.append(f"{states}{fused}.")

@@ -16,7 +16,7 @@ IN_PYTHON: Mapping[str, Sequence[str]] = {
     "working": ("checkpoint smaller modules (modules=)", "train on a smaller batch"),
     "trained": ("train adapters alone", "shard the model"),
     "weights": ("freeze the weights in 4 bits and train adapters", "shard the model"),
-    "other": ("they are of this process and not of this model: delete other models",),
+    "other": ("they are of this process: pass optimizer= if they are its states, delete other models",),
 }
 
 #: Part -> flags of the command, each with what it does.

@@ -167,6 +167,9 @@ def _from_config(entries: dict[str, Any], dtype: torch.dtype) -> Source:
     kind = _class_of(entries, transformers)
     config = _config_of(entries, transformers)
     about = []
+    drops = [name for each in _with_parts(config) for name in _LAYERDROP if _set_to_zero(each, name)]
+    if drops:
+        about.append(f"No layer is dropped, which needs most ({', '.join(dict.fromkeys(drops))} in the config).")
     if entries.get("quantization_config"):
         about.append("The config's quantization_config is ignored; --weights says how frozen weights are stored.")
     for each in _with_parts(config):
@@ -239,6 +242,18 @@ def _class_of(entries: dict[str, Any], transformers: Any) -> Any:
     return kind
 
 
+#: Probabilities with which a layer is skipped in a step.
+_LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+def _set_to_zero(config: Any, name: str) -> bool:
+    """Return whether a field of a config had another value."""
+    if not getattr(config, name, 0):
+        return False
+    setattr(config, name, 0.0)
+    return True
+
+
 #: Without them a config silently describes the default model of its class.
 _NEEDED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"),
@@ -265,6 +280,11 @@ def _config_of(entries: dict[str, Any], transformers: Any) -> Any:
             computed = isinstance(getattr(kind, own, None), property)
             if getattr(config, own, None) is not None and not computed and own not in entries and name not in entries:
                 raise ValueError(f"gradckpt: the config has no {own!r}; add it")
+    for part in _with_parts(config):
+        for name in _NEEDED:
+            value = getattr(part, name, None)
+            if isinstance(value, int) and (value < 0 or (value == 0 and part is config)):
+                raise ValueError(f"gradckpt: the config's {name!r} is {value}; give 1 or more")
     return config
 
 

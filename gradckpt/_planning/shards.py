@@ -91,6 +91,8 @@ def divide(model: nn.Module, optimizer: str, gpus: int, shard: str | None, store
     scale /= gpus
     if shard == "zero2":
         return Held(fixed, {}, scale, about)
+    if shard == "fsdp" and stored is None and any(p.dtype.itemsize == 2 for p in trained):
+        about.append("Weights stay in 16 bits; with bf16=True, accelerate's FSDP has them in float32 (bf16-mixed).")
     fixed["weights"] = -(-weights // gpus) + others
     return Held(fixed, _gathered(model), scale, about)
 

@@ -281,7 +281,7 @@ def test_other_tensors_count():
     beside = gradckpt.plan(model, BATCH, budget="1GiB")
     assert beside.fixed["other tensors"] - alone_.fixed["other tensors"] == pytest.approx(second.nbytes, rel=0.1)
     assert "other tensors, 16.0" in refusal(model)
-    assert "they are of this process and not of this model: delete other models" in refusal(model)
+    assert "they are of this process: pass optimizer= if they are its states, delete other models" in refusal(model)
 
 
 def refusal(model, **options):

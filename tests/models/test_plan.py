@@ -20,6 +20,7 @@ from gradckpt._planning.hints import IN_PYTHON, as_flags
 from gradckpt._planning.needed_memory import held_blocks, memory_use
 from gradckpt._planning.step_trace import KINDS, Peak, StepTrace, trace_step
 from gradckpt._settings import READY
+from gradckpt._stats import format_bytes
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -382,10 +383,15 @@ def test_verdicts():
     def verdict(memory):
         return gradckpt.plan(model, batch, memory=memory)
 
-    fits = verdict(totals["none"])
+    fits = verdict(2 * totals["none"])
     assert fits.verdict.startswith("It fits ")
     assert "without checkpointing" in fits.verdict
     assert all(row.fits for row in fits.rows)
+    assert "barely" not in str(fits).lower()
+    just = verdict(totals["none"])
+    assert f"with none ({format_bytes(totals['none'])}, barely), torch (" in just.verdict
+    assert str(just).count("barely") == 2  # in the table, too
+    assert "\nBarely: less than 1 GiB is left" in str(just)
     some = verdict(totals["torch"])
     assert some.verdict.startswith("It fits ")
     assert "without" not in some.verdict

@@ -483,6 +483,8 @@ def test_wrong_settings(llama, given, text):
     ("change", "text"),
     [
         ({"architectures": None}, "the config has no 'architectures'; add the class to train"),
+        ({"num_hidden_layers": -3}, "the config's 'num_hidden_layers' is -3; give 1 or more"),
+        ({"num_hidden_layers": 0}, "the config's 'num_hidden_layers' is 0; give 1 or more"),
         ({"architectures": [None]}, "the config has no 'architectures'; add the class to train"),
         ({"architectures": "LlamaForCausalLM"}, "the config has no 'architectures'; add the class to train"),
         ({"architectures": ["LlamaForNothing"]}, "has no class 'LlamaForNothing'"),

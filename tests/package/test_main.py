@@ -117,7 +117,7 @@ def test_a_reader_that_goes_away_is_no_traceback():
         (["doctor", "--jason"], "unknown option --jason; did you mean --json?"),
         (["doctor", "now"], "unknown option now; gradckpt doctor --help lists the options"),
         (["plan"], "the following arguments are required: CONFIG"),
-        (["plan", "x.json", "--batch", "0"], "argument --batch: '0' is not a number; give 1 or more"),
+        (["plan", "x.json", "--batch", "0"], "argument --batch: '0' is no such number; give 1 or more"),
         (["run"], "which script?"),
     ],
 )

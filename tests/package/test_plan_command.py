@@ -81,7 +81,7 @@ def test_wrong_usage(run, tiny, write):
     assert "'24GiBit' is not a size" in wrong(run, tiny, "--tokens", 64, "--memory", "24GiBit")
     assert "the length of a sequence is missing" in wrong(run, tiny)
     for number in ("0", "-1", "1.5", "many"):
-        assert f"argument --tokens: '{number}' is not a number" in wrong(run, tiny, f"--tokens={number}")
+        assert f"argument --tokens: '{number}' is no such number" in wrong(run, tiny, f"--tokens={number}")
     assert "unknown dtype 'fp8'" in wrong(run, tiny, "--tokens", 64, "--dtype", "fp8")
     assert "weights in nf4 cannot be trained; add --lora" in wrong(run, tiny, "--tokens", 64, "--weights", "nf4")
     assert "there is no file" in wrong(run, tiny + "/other/config.json", "--tokens", 64)
@@ -95,7 +95,7 @@ def test_a_missing_field_is_named(run, write):
 
 def test_errors_of_other_libraries_are_a_sentence(run, write, monkeypatch):
     """With the status of wrong usage: 1 says that nothing fits."""
-    path = write(transformers.LlamaConfig(**TINY), hidden_size=-64)
+    path = write(transformers.LlamaConfig(**TINY), hidden_act="none")
     said = wrong(run, path, "--tokens", 64)
     assert re.search(r"error: \S+ gives no model \(\w+: .*\); correct it \(--traceback shows where\)$", said)
 
