@@ -1,6 +1,7 @@
 """tests/helpers/plan_pages.py: what pages show of `gradckpt plan` is what it prints."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -26,10 +27,13 @@ def written(page, folder):
     return copy.read_text()
 
 
-@pytest.mark.skipif(
+these_versions = pytest.mark.skipif(
     (torch.__version__[:4], transformers.__version__) != ("2.13", "5.24.0"),
     reason="other versions allocate other temporaries than those that the pages show",
 )
+
+
+@these_versions
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_show_what_the_command_prints(page, tmp_path):
     text = (ROOT / page).read_text()
@@ -46,3 +50,12 @@ def test_an_old_figure_is_replaced(tmp_path):
     assert "To train so:\n  none" in found
     assert "setting" not in found
     assert found.endswith("```\n\n<!-- end -->\n")
+
+
+@these_versions
+def test_the_live_model_prints_what_the_page_shows():
+    page = (ROOT / "docs" / "decide.md").read_text()
+    section = page[page.index("## The live model") :]
+    program, shown = (re.search(rf"```{kind}\n(.*?)```", section, re.S)[1] for kind in ("python", "text"))
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(shown.rstrip("\n"))
