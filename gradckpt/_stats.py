@@ -272,9 +272,14 @@ def uncounted() -> Iterator[None]:
     try:
         yield
     finally:
-        stats._hidden = stats._all().since(before)
-        _C.restart_peak()
-        stats.earlier_peaks = latest_peaks(before) if stats.epoch == before._epoch else (0,) * len(PEAKS)
+        continue_from(before)
+
+
+def continue_from(before: Stats) -> None:
+    """Take back what was counted since these counts."""
+    stats._hidden = stats._all().since(before)
+    _C.restart_peak()
+    stats.earlier_peaks = latest_peaks(before) if stats.epoch == before._epoch else (0,) * len(PEAKS)
 
 
 def highest(*peaks: tuple[int, ...]) -> tuple[int, ...]:

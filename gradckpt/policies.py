@@ -151,9 +151,12 @@ def _instead(name: str) -> str:
 
 
 def is_known(policy: Any) -> bool:
-    """Return whether it is a :class:`Policy`, or a text whose policies :func:`by_name` knows."""
+    """Return whether it is a :class:`Policy`, or a text whose policies :func:`by_name` knows, or
+    that looks like such a one.
+    """
     if isinstance(policy, str):
-        return all(part.strip().partition(":")[0] in _BY_NAME for part in policy.split("|"))
+        names = (part.strip().partition(":")[0] for part in policy.split("|"))
+        return all(difflib.get_close_matches(name, _BY_NAME, 1, 0.75) for name in names)
     return isinstance(policy, Policy)
 
 

@@ -285,7 +285,7 @@ def compare_source(
     fixed = {**source.fixed, **source.extra}
     held, blocks_held = sum(fixed.values()), held_blocks(source.model, fixed)
     rates = None if device is None else rates_of(device, source.computes_in_16_bits)
-    progress("one layer for many")
+    progress("a shorter model, and the whole one")
     steps = ConfigSteps(source, tokens, batch)
 
     def trace(setting: Setting, length: int | None, concentrated: bool = False) -> StepTrace:

@@ -11,7 +11,7 @@ __all__ = ["IN_PYTHON", "advice", "as_flags"]
 
 #: Part -> what lowers it, for ``gradckpt.plan``.
 IN_PYTHON: Mapping[str, Sequence[str]] = {
-    "loss": ("compute the loss in chunks, as TRL, Liger or torch's linear_cross_entropy do",),
+    "loss": ("compute the loss in chunks, or smaller ones, as TRL, Liger or torch's linear_cross_entropy do",),
     "kept": ("train on a smaller batch",),
     "working": ("checkpoint smaller modules (modules=)", "train on a smaller batch"),
     "trained": ("train adapters alone", "shard the model"),

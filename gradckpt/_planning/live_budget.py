@@ -38,6 +38,7 @@ from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.sharded import is_sharded, refuse_shards, trained_parts
 from gradckpt._planning.values import NotOnPaper
 from gradckpt._settings import quiet
+from gradckpt._stats import Stats, continue_from, stats
 from gradckpt._training_step import alone, autocast_on, loss_of
 
 __all__ = ["LiveBudget"]
@@ -82,6 +83,7 @@ class LiveBudget:
         self._placement: Placement | None = None  # its link is measured once
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None
+        self._counted: Stats | None = None  # before the call that measures
         self._setup: Any = None  # what is trained and where, and autocast, that plans are for
         self._holds_outputs = 0  # 1: the loop has them in the backward
         #: What the present plan knows: bytes of gradients and of optimizer states, and whether
@@ -171,6 +173,9 @@ class LiveBudget:
             logger.info("gradckpt: planned again, since %s: %s", " and ".join(grown.values()), self._pending)
         if self._pending is not None and self._measuring is None:
             self.plan, self._pending = self._pending, None
+            if self._counted is not None and self._counted._epoch == stats.epoch:
+                continue_from(self._counted)  # the figures of a step are those of the plan's
+            self._counted = None
             self._set(model, self.plan.rules_for(model))
 
     def _start_over(self) -> None:
@@ -279,7 +284,7 @@ class LiveBudget:
         self._pending = None
         if self.plan is not None:
             self.install(model)
-        self._measuring = contextlib.ExitStack()
+        self._measuring, self._counted = contextlib.ExitStack(), stats()
         self._costs = self._measuring.enter_context(measure_regions(self.modules, options))
         if self._optimizer is None:
             _watch_optimizers(self, model)

@@ -456,6 +456,7 @@ class Training:
 
 def test_enable_plans_in_the_first_step(monkeypatch, caplog):
     fixed_costs(monkeypatch)
+    gradckpt.stats.reset()
     model, twin = net(), net()
     trained, plain = Training(model), Training(twin)
     probe = gradckpt.plan(model, BATCH, budget="activations:1GiB")
@@ -476,6 +477,9 @@ def test_enable_plans_in_the_first_step(monkeypatch, caplog):
     assert "\nregions " in caplog.text, "the plan's table"
     assert caplog.text.count(f"gradckpt: measured Block in {len(probe.profile.options)} options") == 1
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    counted = gradckpt.stats()
+    assert counted["steps"] == 1, "the call that measured does not count"
+    assert counted["regions"] <= len(handle.modules)
     assert gradckpt.enable(model, budget=f"activations:{size}").modules.keys() == handle.modules.keys()
     trained.step()
     assert caplog.text.count("planning Net") == 1, "again with equal settings: nothing"

@@ -301,7 +301,7 @@ def test_a_budget_that_needs_nothing_says_so(caplog, recwarn):
     assert "Nothing to do within the budget." in caplog.text
     assert "not enabled" not in caplog.text
     assert not [each for each in recwarn if isinstance(each.message, gradckpt.GradckptInactiveWarning)]
-    assert str(gradckpt.stats()).partition("\n")[0].endswith(" 3 layers with compress=None")  # of the first step
+    assert str(gradckpt.stats()).startswith("checkpoints: none so far")  # those of the call that measured do not count
     handle.remove()
     assert repr(handle) == "<gradckpt handle: Stack is not enabled>"
 

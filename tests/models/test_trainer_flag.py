@@ -240,6 +240,7 @@ class TestKeys:
             ({"compress": "int8", "every_n_layers": 0}, "every_n_layers is 1 or more, not 0"),
             ({"compress": "int8", "offload": "tape"}, "offload='tape' is no place"),
             ({"compress": "int8", "policy": "save_it"}, "unknown policy 'save_it'"),
+            ({"policy": "save_matmul:int8"}, r"unknown policy 'save_matmul'; did you mean 'save_matmuls'\?"),
             ({"compress": "int8", "debug": "no"}, "debug is True or False"),
             ({"compress": "int8", "determinism_check": "all"}, 'determinism_check is "default", "warn" or "none"'),
             (
