@@ -95,15 +95,18 @@ class StepWrites(ValueError):
 def refuse_writes(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Refuse steps in the block that have written to parameters or inputs."""
     before = [(x, x._version) for x in leaves if not x.is_inference()]
-    failure: Exception | None = None
+
+    def has_written() -> bool:
+        return any(x._version != version for x, version in before)
+
     try:
         yield
     except Exception as error:
-        failure = error
-    if any(x._version != version for x, version in before):
-        raise StepWrites from failure  # here and now: in a child, nothing has changed
-    if failure is not None:
-        raise failure
+        if has_written():  # the message is ours, so a child passes it on, and nothing runs again here
+            raise StepWrites from error
+        raise
+    if has_written():
+        raise StepWrites
 
 
 @contextlib.contextmanager

@@ -49,7 +49,6 @@ def unrolled(segments: Sequence[Segment], copies: Sequence[range]) -> list[Segme
     """Return the segments of the whole step, in its order, of those of a shorter one: the blocks
     that stand for others run forward by their numbers, and backward from the last.
     """
-
     if all(len(each) == 1 for each in copies):
         return list(segments)
 
@@ -60,9 +59,7 @@ def unrolled(segments: Sequence[Segment], copies: Sequence[range]) -> list[Segme
     found: list[tuple[int, Segment]] = []
     for stop, cycle in itertools.groupby(enumerate(segments), unit):
         once = list(cycle)
-        rounds = range(1)
-        if stop is not None:
-            rounds = range(len(copies[once[0][1].block or 0]))
+        rounds = range(1 if stop is None else len(copies[once[0][1].block or 0]))
         for number in reversed(rounds) if once[0][1].phase == "backward" else rounds:
             for place, segment in once:
                 block = None if segment.block is None else copies[segment.block][number]
@@ -100,7 +97,7 @@ def shortened(model: Module, blocks: list[Module], options: Sequence[Hashable] |
     those for which a list of the config has different values (``layer_types``).
     """
     number = {id(block): i for i, block in enumerate(blocks)}
-    copies = {i: range(i, i + 1) for i in number.values()}
+    copies = dict(enumerate(whole(blocks).copies))
     with contextlib.ExitStack() as stack:
         for container, lists in _containers(model):
             children: list[Any] = list(container._modules.values())
@@ -135,12 +132,12 @@ def shortened(model: Module, blocks: list[Module], options: Sequence[Hashable] |
 
 def _containers(model: Module) -> Iterator[tuple[Module, list[Sequence[Any]]]]:
     """Return each list of modules, and the config's lists that have a value for each of them."""
-    found: dict[int, Module] = {}
+    found: set[int] = set()
     for owner in model.modules():
         config = vars(getattr(owner, "config", None) or getattr(model, "config", None) or owner)
         for child in owner.children():
             if type(child) in (ModuleList, Sequential) and id(child) not in found:
-                found[id(child)] = child
+                found.add(id(child))
                 lists = [values for values in config.values() if isinstance(values, (list, tuple))]
                 yield child, [values for values in lists if len(values) == len(child._modules)]
 

@@ -132,8 +132,11 @@ class Comparison:
         return {"verdict": self.verdict, **given}
 
     def __str__(self) -> str:
-        barely = "Barely: less than 1 GiB is left, and the CUDA context and workspaces of libraries need about that."
-        about = [*self.about, *[barely][: any(_barely(self, row) for row in self.rows)]]
+        about = list(self.about)
+        if any(_barely(self, row) for row in self.rows):
+            about.append(
+                "Barely: less than 1 GiB is left, and the CUDA context and workspaces of libraries need about that."
+            )
         return "\n".join([self.verdict, "", *_table(self), "", *_lines(self), *about])
 
 

@@ -29,7 +29,7 @@ class ConfigSteps:
         self._source, self._batch = source, batch
         with quiet():
             self.blocks = find_blocks(source.model, source.modules)
-        self._shortens = True
+        self._shortens = False
         with shortened(source.model, self.blocks) as short:
             is_shorter = len(short.modules) < len(self.blocks)
         if is_shorter:
@@ -73,12 +73,11 @@ class ConfigSteps:
             places = [(segment.phase, segment.block, segment.payload_bytes) for segment in found.segments]
             return places, [peak.size for peak in found.peaks()], memory_use(found.segments)
 
+        self._shortens = True
         try:
             shorter = needs()
         except Exception:  # if the whole one raises, too, the user reads that error
             return False
-        self._shortens = False
-        try:
-            return bool(needs() == shorter)
         finally:
-            self._shortens = True
+            self._shortens = False
+        return bool(needs() == shorter)

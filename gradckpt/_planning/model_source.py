@@ -166,15 +166,19 @@ def _from_config(entries: dict[str, Any], dtype: torch.dtype) -> Source:
         raise ValueError("gradckpt: a config needs transformers; install gradckpt[hf]") from error
     kind = _class_of(entries, transformers)
     config = _config_of(entries, transformers)
-    about = []
-    drops = [name for each in _with_parts(config) for name in _LAYERDROP if _set_to_zero(each, name)]
-    if drops:
-        about.append(f"No layer is dropped, which needs most ({', '.join(dict.fromkeys(drops))} in the config).")
+    about: list[str] = []
+    dropping: list[str] = []
     if entries.get("quantization_config"):
         about.append("The config's quantization_config is ignored; --weights says how frozen weights are stored.")
     for each in _with_parts(config):
         each.dtype = dtype
         each.use_cache = False
+        for name in _LAYERDROP:
+            if getattr(each, name, 0):
+                setattr(each, name, 0.0)
+                dropping.append(name)
+    if dropping:
+        about.append(f"No layer is dropped, which needs most ({', '.join(dict.fromkeys(dropping))} in the config).")
     labels = next((labels for name, labels in _LABELS.items() if re.search(name, kind.__name__)), None)
     main = getattr(kind, "main_input_name", "input_ids")
     if labels is None or main not in _INPUTS:
@@ -244,14 +248,6 @@ def _class_of(entries: dict[str, Any], transformers: Any) -> Any:
 
 #: Probabilities with which a layer is skipped in a step.
 _LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-
-
-def _set_to_zero(config: Any, name: str) -> bool:
-    """Return whether a field of a config had another value."""
-    if not getattr(config, name, 0):
-        return False
-    setattr(config, name, 0.0)
-    return True
 
 
 #: Without them a config silently describes the default model of its class.

@@ -119,7 +119,7 @@ class Shared(Layers):
 class Source:
     """As a ConfigModel."""
 
-    modules, gradient_scale = (Block,), 1.0
+    gradient_scale = 1.0
 
     def __init__(self, kind):
         self.model = kind()
