@@ -7,7 +7,9 @@ A Llama of the Hugging Face library, random weights, float32, CPU, compiled with
 graph break would be an error. `kept` is what the forward leaves to its backward: bytes of
 storages that cross from one to the other, weights apart, as outer saved-tensor hooks see them;
 `payloads` are those that gradckpt encoded. Times are medians of one forward and backward,
-compilation apart. Loss and error are against the plain model, uncompiled: absolute difference,
+compilation apart. `saved int8` is recompute=False, compiled alone: beside it stands the step of the
+compiled model without checkpointing and the codec's time for the same payloads, which are made and
+read one by one. Loss and error are against the plain model, uncompiled: absolute difference,
 relative L2 distance of all gradients, smallest cosine of a parameter's.
 
 Checked: exact ways have the gradients of no checkpointing (compiled: but for the compiler's own
@@ -45,6 +47,7 @@ KINDS = {
     "int8 fake-quantized": functools.partial(gradckpt.enable, compress={"codec": "int8", "fake_quantize": True}),
     "int4": functools.partial(gradckpt.enable, compress="int4"),
     "int8, save_matmuls:int8": functools.partial(gradckpt.enable, compress="int8", policy="save_matmuls:int8"),
+    "saved int8": functools.partial(gradckpt.enable, compress="int8", recompute=False),
 }
 EXACT = ("none", "torch", "gradckpt None")
 ROUNDING = 1e-5  # of a compiler, which reorders sums
@@ -57,22 +60,51 @@ def step(model, forward):
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def measure(o, kind, compiled, exact, ceiling):
-    torch._dynamo.reset()
+def codec_seconds(o, counted, payloads):
+    """To encode and decode as many tensors, of as many bytes."""
+    n, size = counted["compiled_tensors"], counted["compiled_bytes_out"]
+    guards.check(0 < payloads <= size, f"{payloads:,} bytes of payloads, and {size:,} are counted, casts included")
+    x = torch.randn(counted["compiled_bytes_in"] // 4 // n)
+
+    def run():
+        for _ in range(n):
+            gradckpt.codecs.encode(x, "int8").decode()
+
+    clock = timing.clock_of(torch.get_num_threads())
+    return statistics.median(timing.seconds(run, clock) for _ in range(o.repeat))
+
+
+def build(o, kind, compiled):
+    """The model, and a function that returns its loss."""
     model = small_llama.build(o).train()
     KINDS[kind](model)
     function = torch.compile(model, backend=o.backend, fullgraph=True) if compiled else model
     ids = torch.randint(0, small_llama.VOCABULARY, (1, o.tokens), generator=torch.Generator().manual_seed(1))
+    return model, lambda: function(input_ids=ids, labels=ids).loss
 
-    def forward():
-        return function(input_ids=ids, labels=ids).loss
 
+def beside_plain(o, payloads):
+    """Seconds of a compiled step without checkpoints and with ``saved int8``, in turn, and those of
+    the codec.
+    """
+    torch._dynamo.reset()
+    gradckpt.stats.reset()
+    runs = {kind: functools.partial(step, *build(o, kind, True)) for kind in ("none", "saved int8")}
+    found = timing.rounds_of(runs, o.repeat)
+    plain, saved = (timing.typical(found, lambda each, kind=kind: each[kind]) for kind in runs)
+    return plain, saved, codec_seconds(o, gradckpt.stats(), payloads)
+
+
+def measure(o, kind, compiled, exact, ceiling):
+    torch._dynamo.reset()
+    model, forward = build(o, kind, compiled)
     loss, grads = step(model, forward)
     kept = small_llama.kept(model, forward)
     state = torch.get_rng_state().nbytes  # the only other bytes that are saved
     payloads = [x for x in kept if x.dtype == torch.uint8 and x.nbytes != state]
     exact, ceiling = exact or (loss, grads), ceiling or guards.Products(lambda: step(model, forward))
-    times = [timing.seconds(lambda: step(model, forward)) for _ in range(o.repeat)]
+    clock = timing.clock_of(torch.get_num_threads())
+    times = [timing.seconds(lambda: step(model, forward), clock) for _ in range(o.repeat)]
     error, cosine, _ = errors(grads, exact[1])
     found = {"checkpoints": kind, "compiled": compiled, "kept": small_llama.nbytes(kept)}
     found |= {"payloads": small_llama.nbytes(payloads)}
@@ -94,6 +126,9 @@ def check(o, found):
         guards.at_least(f"{what}, bytes kept", found["kept"], inputs, "the layers' inputs")
         return
     guards.gradients(what, found["gradient_error"], lossy=True)
+    if kind.startswith("saved"):
+        guards.at_least(f"{what}, bytes kept", found["kept"], found["payloads"], "the payloads")
+        return
     wanted = small_llama.inputs_bytes(o, kind[:4])
     if "save_matmuls" in kind and compiled:  # without the compiler, hooks do not see them
         # As wide as an input: q, o; half as wide: k, v; three times: gate, up. A graph keeps no
@@ -126,17 +161,26 @@ def main(argv=None):
     o = small_llama.parse(parser, argv)
     kinds = list(KINDS)
     if o.quick:
-        o.backend, kinds = "aot_eager", ["none", "int8", "int8, save_matmuls:int8"]
+        o.backend, kinds = "aot_eager", ["none", "int8", "int8, save_matmuls:int8", "saved int8"]
+    torch._functorch.config.enable_autograd_cache = False  # what comes from it is not counted
     results, exact, ceiling = [], None, None
-    with progress(2 * len(kinds)) as advance:
+    with progress(2 * len(kinds) - 1) as advance:
         for compiled in (False, True):
             for kind in kinds:
+                if kind.startswith("saved") and not compiled:
+                    continue
                 advance(f"{'compiled' if compiled else 'eager'} {kind}")
                 found, exact, ceiling = measure(o, kind, compiled, exact, ceiling)
                 results.append(found)
     print_head(f"torch.compile, backend {o.backend}", facts())
     columns = ["", "checkpoints", "kept, MiB", "payloads", "step, ms", "loss -", "gradient error", "worst cosine"]
     print_table(f"{o.layers} layers x {o.hidden}, 1 x {o.tokens} tokens", columns, [row(r) for r in results])
+    kept, payloads = ([r[key] for r in results if r["compiled"]] for key in ("kept", "payloads"))
+    plain, saved, codec = beside_plain(o, payloads[-1])
+    print(
+        f"saved int8, beside the compiled model without checkpointing: {kept[-1] / kept[0]:.3f} of its bytes; its step "
+        f"{(saved - codec) / plain:.3f} of {plain * 1e3:.1f} ms, and {codec * 1e3:.1f} ms of the codec"
+    )
     print(ceiling)
     print_json({**facts(), "backend": o.backend, "steps": results})
 

@@ -2,12 +2,17 @@
 
     python benchmarks/bench_saved.py [--layers 4 --hidden 256 --tokens 512]
     python benchmarks/bench_saved.py --host      microseconds of the host per saved tensor
+    python benchmarks/bench_saved.py --functions  bytes and errors of libraries' autograd Functions
 
 A Llama of the Hugging Face library, random weights, float32, CPU. `kept` is what the
 forward leaves alive for its backward: bytes of storages that autograd saved, weights apart, plus
 payloads. Times are medians; error is the relative L2 distance of all gradients to those of the
 plain step. With one thread it is the time of the processor. Of the host's times the least of all
 rounds counts, above the same step without hooks: forward, backward and release.
+
+Functions are those of tests/helpers/fused_functions.py, which have the same formulas as the
+libraries': the bytes that each saves beside its weights, and the error of all gradients of a block
+with it, over that of the block without it.
 
 Checked: exact ways have the gradients of the plain step, none keeps less than its layers' inputs by
 arithmetic, no codec less than its bits of what plain autograd keeps.
@@ -17,6 +22,8 @@ import argparse
 import contextlib
 import functools
 import statistics
+import sys
+from pathlib import Path
 
 import guards
 import small_llama
@@ -25,6 +32,9 @@ import torch
 from machine import facts, print_head, print_table
 
 import gradckpt
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
+import fused_functions
 
 
 def saved_bytes(model, loss_of, config):
@@ -105,11 +115,39 @@ def host(values, rounds):
     print_table(f"Host, us per saved tensor of {values} values", ["", "identity pair", "int8"], rows)
 
 
+def functions(dtype, names):
+    """Rows: a Function, the part of its bytes that int8 keeps, and the errors of both blocks."""
+    most = {torch.float32: 0.30, torch.bfloat16: 0.55}[dtype]
+    rows = []
+    for twin in fused_functions.TWINS:
+        if names and twin.name not in names:
+            continue
+        leaves = fused_functions.inputs(twin, dtype)
+        reference, plain = fused_functions.step(twin.fused, leaves, None)
+        found, kept = fused_functions.step(twin.fused, leaves, "int8")
+        unfused, _ = fused_functions.step(twin.plain, leaves, None)
+        of_unfused, _ = fused_functions.step(twin.plain, leaves, "int8")
+        error, beside = (fused_functions.error(*pair) for pair in ((found, reference), (of_unfused, unfused)))
+        guards.at_most(f"{twin}: bytes", kept / plain, most, "int8 and what stays exact")
+        guards.at_most(f"{twin}: error", error, 1.5 * beside, "1.5 times that of the block without the Function")
+        guards.at_least(f"{twin}: error", error, beside / 100, "a part of the same")
+        rows.append([twin.package, twin.name, f"{kept / plain:.3f}", f"{error:.4f}", f"{error / beside:.2f}"])
+    head = ["", "", "bytes, of plain", "error", "of the block without it"]
+    print_table(f"Functions, int8, {str(dtype).removeprefix('torch.')}", head, rows)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     small_llama.add_options(parser)
     parser.add_argument("--host", action="store_true", help="measure the host's time per saved tensor instead")
+    parser.add_argument("--functions", action="store_true", help="measure autograd Functions of libraries instead")
     o = small_llama.parse(parser, argv)
+    if o.functions:
+        torch.set_num_threads(1)
+        print_head("compress_saved", facts())
+        for dtype in (torch.float32, torch.bfloat16):
+            functions(dtype, ["LigerSiLUMulFunction", "LigerRMSNormFunction"] if o.quick else None)
+        return
     if o.host:
         torch.set_num_threads(1)
         print_head("compress_saved", facts())

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, Union
@@ -124,6 +125,9 @@ class CompressionConfig:
             exactly. The operators are ``linear``, ``matmul``,
             ``convolution``, ``product``, ``attention``, ``norm``, ``rnn``, ``activation``,
             ``pooling``, ``softmax`` (``bf16`` if it is not named) and ``log_softmax`` (``fp16``).
+            A key may also be a node of the graph, or a node and what it saves, by argument or, of
+            an autograd Function, by its place: ``{"MySwiGLUBackward": "int8"}``,
+            ``{"MySwiGLUBackward.0": "int8", "MulBackward0.other": None}``.
 
     Raises:
         ValueError: ``codec``, ``include`` or an operator is unknown, ``min_numel`` is negative,
@@ -185,13 +189,13 @@ class CompressionConfig:
         Raises:
             ValueError: A field is unknown; the message names it.
         """
-        if fields and all(key in OPERATORS for key in fields):
+        if fields and all(key in OPERATORS or _NODE.fullmatch(key) for key in fields):
             named = [codec for codec in fields.values() if codec is not None]
             if not named:
                 raise ValueError(
                     "gradckpt: operators= names no codec, so nothing would be compressed; give one a codec"
                 )
-            return cls(named[0], operators={each: fields.get(each) for each in OPERATORS})
+            return cls(named[0], operators=dict.fromkeys(OPERATORS) | dict(fields))
         known = [f.name for f in dataclasses.fields(cls)]
         if not set(known) & fields.keys():
             known += OPERATORS
@@ -211,11 +215,39 @@ def _parse_operators(operators: Any) -> tuple[tuple[str, str | None], ...]:
         ) from None
     for operator in pairs:
         if operator not in OPERATORS:
-            raise ValueError(f"gradckpt: unknown operator {operator!r}; choose one of: {', '.join(OPERATORS)}")
+            _check_node(operator)
     return tuple(
         (operator, None if codec is None else resolve_codec(codec, of_activations=True))
         for operator, codec in pairs.items()
     )
+
+
+#: A node of the graph, and maybe what it saves.
+_NODE = re.compile(r"(\w+Backward)(\d*)(?:\.(\w+))?")
+
+
+def _check_node(rule: Any) -> None:
+    """Check a key of ``operators=`` that is no operator: the name of a node, and of an argument.
+
+    Raises:
+        ValueError: No node of that name may be encoded, or not this argument.
+    """
+    found = _NODE.fullmatch(rule) if isinstance(rule, str) else None
+    if found is None:
+        raise ValueError(
+            f"gradckpt: unknown operator {rule!r}; choose one of: {', '.join(OPERATORS)}, or a node, as "
+            "'MySwiGLUBackward'"
+        )
+    node, argument = found[1] + found[2], found[3]
+    choice = "give its place, from 0"  # of an autograd Function, which is known when it is used
+    wrong = argument is not None and re.fullmatch("0|[1-9][0-9]*", argument) is None
+    if found[2]:
+        arguments = [of for name, of, family, _ in _C.saved_roles() if name == node and family is not None]
+        if not arguments:
+            raise ValueError(f"gradckpt: what {node} saves stays exact; leave it out of operators=")
+        choice, wrong = f"choose one of: {', '.join(arguments)}", argument is not None and argument not in arguments
+    if wrong:
+        raise ValueError(f"gradckpt: operators= cannot encode {argument!r} of {node}; {choice}")
 
 
 def changes(config: CompressionConfig) -> list[str]:
@@ -227,7 +259,7 @@ def changes(config: CompressionConfig) -> list[str]:
         if (value := getattr(config, f.name)) != getattr(default, f.name)
     }
     if config.operators:
-        exact = len(config.operators) == len(OPERATORS)
+        exact = set(OPERATORS) <= dict(config.operators).keys()
         values["operators"] = {key: codec for key, codec in config.operators if codec or not exact}
     return [f"{key}={value!r}" for key, value in values.items()]
 

@@ -31,6 +31,8 @@ def enable(
     budget: int | str | Unset | None = UNSET,
     plan: Plan | str | os.PathLike[str] | None = None,
     optimizer: Any = None,
+    parts: str | None = None,
+    tiles: int | None = None,
     **keywords: Unpack[CheckpointKeywords],
 ) -> Handle:
     """Turn on activation checkpointing of a model, with compressed checkpoints; or with
@@ -92,6 +94,13 @@ def enable(
             the forward, and when the optimizer has got its states. A loss outside of the model
             counts as cross entropy of the model's outputs.
         plan: A :class:`gradckpt.Plan`, or the path of its file. It decides everything.
+        parts: Recompute each region in parts, so that the tensors of one part are alive at a time:
+            ``"sequential"``, all parts but the last run once more; ``"kept"``, their outputs are
+            kept and none does; ``"nested"``, as ``"sequential"``, and the last part where something
+            after it is saved. Exact.
+        tiles: Run the MLPs of the regions in so many tiles of the sequence. Weight gradients are
+            summed in float32; results may differ in the last bit, and dropout inside draws other
+            numbers. With ``budget``: permits it.
         optimizer: With ``budget``: its states and its step count from the first plan on.
         **keywords: ``context_fn``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
             ``early_stop``, ``respect_saved_tensors_hooks`` and ``buffers``, as for
@@ -122,6 +131,8 @@ def enable(
             policy=policy,
             recompute=recompute,
             offload=offload,
+            parts=parts,
+            tiles=tiles,
             **keywords,
         )
     switch.check_model(model, "enable")
@@ -131,6 +142,8 @@ def enable(
         "every_n_layers": every_n_layers != 1,
         "policy": policy is not None,
         "recompute": recompute is not True,
+        "parts": parts is not None,
+        "tiles": plan is not None and tiles is not None,
         "offload": plan is not None and offload not in (False, None),
         "modules": plan is not None and modules is not None,
         "compress": plan is not None and compress is not UNSET,
@@ -142,13 +155,19 @@ def enable(
             raise beside_plan(given, name)
     if plan is not None:
         return plan_of(plan, "plan").apply(model)
-    return _plan_live(model, budget, None if compress is UNSET else compress, modules, optimizer, offload)
+    return _plan_live(model, budget, None if compress is UNSET else compress, modules, optimizer, offload, tiles)
 
 
 def _plan_live(
-    model: Module, budget: Any, compress: Compress, modules: Modules, optimizer: Any, offload: OffloadLike
+    model: Module,
+    budget: Any,
+    compress: Compress,
+    modules: Modules,
+    optimizer: Any,
+    offload: OffloadLike,
+    tiles: int | None,
 ) -> Handle:
-    live = LiveBudget(model, budget, compress, modules, optimizer, offload)
+    live = LiveBudget(model, budget, compress, modules, optimizer, offload, tiles)
     present = vars(model).get(BUDGET)
     if not (isinstance(present, LiveBudget) and present.is_same(live)):
         live.install(model)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from gradckpt import _C
-from gradckpt._engine import selective
+from gradckpt._engine import saved_roles, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.op_policy import LABEL, SAVE, Policy
 from gradckpt._engine.user_lines import ENGINES, outside
-from gradckpt._stats import format_bytes
+from gradckpt._stats import advice, format_bytes
 
 __all__ = ["Residual", "Residuals", "residuals"]
 
@@ -52,9 +52,15 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """The rows in the order in which autograd saved them; ``str()`` is the table."""
+    """The rows in the order in which autograd saved them; ``str()`` is the table.
+
+    ``exact_functions``: the names of nodes, as ``operators=`` of
+    :class:`gradckpt.CompressionConfig` takes them, of autograd Functions of which nothing is known,
+    so that :class:`gradckpt.compress_saved` keeps what they save exactly.
+    """
 
     rows: tuple[Residual, ...]
+    exact_functions: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -90,7 +96,9 @@ class Residuals:
             for row in (head, *cells)
         ]
         total = f"{len(self.rows)} tensors saved, {self.total_bytes:,} bytes ({format_bytes(self.total_bytes)})"
-        return "\n".join([line.rstrip() for line in lines] + [total])
+        rules = advice(self.exact_functions)
+        exact = [f"compress_saved() keeps exactly what these save: {', '.join(self.exact_functions)};"] if rules else []
+        return "\n".join([*(line.rstrip() for line in lines), total, *exact, *rules])
 
     __str__ = table
 
@@ -121,6 +129,7 @@ class _Recorder:
         self.saved: list[_Saved] = []
         self.unpacked: list[_Saved] = []
         self.stores: list[tuple[Any, Any, tuple[str, str]]] = []
+        self.functions: set[str] = set()  # nodes of Functions of which nothing is known
         self.names: dict[int, dict[int, str]] = {}  # of the modules inside one, by the id of that one
 
     def place(self, frame: Any) -> tuple[str, str]:
@@ -181,15 +190,17 @@ class _Recorder:
             for argument, one in self._held(node) if _SHOWS_DATA else self._read(node):
                 one.operator = operator.rpartition("Backward")[0] or operator
                 one.argument = argument
+                if not saved_roles.is_known(node):
+                    self.functions.add(operator)
             stack.extend(edge[0] for edge in node.next_functions)
 
     def _held(self, node: Any) -> Iterator[tuple[str, _Saved]]:
         for attribute in dir(node):
             if attribute.startswith("_raw_saved_"):
-                raw = getattr(node, attribute)
-                for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
+                raw, argument = getattr(node, attribute), attribute.removeprefix("_raw_saved_")
+                for place, saved in enumerate(raw if isinstance(raw, (tuple, list)) else (raw,)):
                     if isinstance(saved.data, _Saved):
-                        yield attribute.removeprefix("_raw_saved_"), saved.data
+                        yield str(place) if argument == "tensors" else argument, saved.data
 
     def _read(self, node: Any) -> Iterator[tuple[str, _Saved]]:
         """Yield the tensors that a node unpacks.
@@ -280,4 +291,4 @@ def residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
             outputs = fn(*args, **kwargs)
         recorder.name(outputs)
         recorder.look_into_stores()
-    return Residuals(tuple(_rows(recorder.saved, module, (args, kwargs))))
+    return Residuals(tuple(_rows(recorder.saved, module, (args, kwargs))), tuple(sorted(recorder.functions)))

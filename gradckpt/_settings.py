@@ -21,17 +21,17 @@ from gradckpt import _C
 from gradckpt._config import CompressionConfig, parse_compress
 from gradckpt._models import activity
 from gradckpt._models.regions import prepare, regions_in
-from gradckpt._models.rules import parse_options
+from gradckpt._models.rules import OF_MODULES, parse_options
 from gradckpt._models.switch import Handle, Modules, enable, snapshot, take_off
 from gradckpt.integrations.transformers import models
 from gradckpt.selectors import describe
 
-__all__ = ["EXACT", "NONE", "READY", "TORCH", "Candidate", "Setting", "quiet", "setting_of"]
+__all__ = ["EXACT", "NONE", "READY", "TORCH", "Candidate", "Setting", "in_parts", "in_tiles", "quiet", "setting_of"]
 
 logger = logging.getLogger("gradckpt")
 
 #: Keywords of enable that gradckpt.checkpoint does not have.
-_PLACES = ("modules", "every_n_layers", "offload")
+_PLACES = ("modules", "every_n_layers")
 
 #: Flags of models that checkpoint by themselves: transformers and diffusers, timm.
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
@@ -144,6 +144,30 @@ READY: tuple[Setting, ...] = (
 )
 
 
+def in_parts(setting: Setting, tiles: int | None = None) -> Setting | None:
+    """Return the setting with its regions recomputed in parts, and with MLPs in so many tiles; None
+    if it has no whole regions.
+    """
+    if setting.way == "none" or setting.options.keys() - {"compress"}:
+        return None
+    parts = _more(setting, f"{setting.name} in parts", parts="sequential")
+    return parts if tiles is None else in_tiles(parts, tiles)
+
+
+def in_tiles(setting: Setting, tiles: int) -> Setting | None:
+    """Return the setting with MLPs in so many tiles; None if it has no regions or tiles already."""
+    if setting.way == "none" or not setting.options.get("recompute", True) or "tiles" in setting.options:
+        return None
+    return _more(setting, f"{setting.name}, {tiles} tiles", tiles=tiles)
+
+
+def _more(setting: Setting, name: str, **more: Any) -> Setting:
+    options = {"compress": None, **setting.options, **more}
+    rest = (f"{key}={_write(value)}" for key, value in options.items() if key != "compress")
+    line = ", ".join(["model", _write(options["compress"]), *rest])
+    return Setting(name, f"gradckpt.enable({line})", options=options)
+
+
 def setting_of(candidate: Candidate) -> Setting:
     """Return the setting that a candidate means.
 
@@ -186,7 +210,8 @@ def _named(name: str) -> Setting:
 
 
 def _of_keywords(given: dict[str, Any]) -> Setting:
-    parse_options({key: value for key, value in given.items() if key not in _PLACES}, {}, (*_PLACES, "recompute"))
+    options = {key: value for key, value in given.items() if key not in _PLACES}
+    parse_options(options, {}, (*_PLACES, *OF_MODULES))
     for ready in READY:
         if ready.way == "enable" and ready.options == given:
             return ready

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gradckpt import _C
@@ -23,14 +23,22 @@ class Compiled:
 
     def reset(self) -> None:
         self.counters = dict.fromkeys(("regions", "graphs", "tensors", "bytes_in", "bytes_out"), 0)
+        self.uncompressed: dict[str, int] = {}
 
-    def flat(self) -> dict[str, int]:
-        return {f"compiled_{key}": n for key, n in self.counters.items()}
+    def flat(self) -> dict[str, Any]:
+        counters = {f"compiled_{key}": n for key, n in self.counters.items()}
+        return counters | {"compiled_uncompressed": dict(self.uncompressed)}
 
     def add(self, **counts: int) -> None:
         with self.lock:
             for key, count in counts.items():
                 self.counters[key] += count
+
+    def add_exact(self, reasons: Mapping[str, int]) -> None:
+        """Count what ``compress_saved()`` leaves uncompressed in a graph."""
+        with self.lock:
+            for reason, count in reasons.items():
+                self.uncompressed[reason] = self.uncompressed.get(reason, 0) + count
 
 
 compiled = Compiled()
@@ -62,9 +70,15 @@ class Stats(dict[str, Any]):
         if self._epoch != earlier._epoch:
             return self
         counters = {key: n if key in _LEVELS else n - earlier[key] for key, n in self.items() if isinstance(n, int)}
-        for key in ("codecs", "uncompressed"):
+        for key in ("codecs", "uncompressed", "compiled_uncompressed"):
             then = earlier[key]
             counters[key] = {name: n - then.get(name, 0) for name, n in self[key].items() if n > then.get(name, 0)}
+        then = earlier["exact_functions"]
+        counters["exact_functions"] = {
+            name: (n - then.get(name, (0, 0))[0], nbytes - then.get(name, (0, 0))[1])
+            for name, (n, nbytes) in self["exact_functions"].items()
+            if n > then.get(name, (0, 0))[0]
+        }
         then = earlier["offload"]
         counters["offload"] = {
             key: n if key.split("_")[0] in _PLACE_LEVELS else max(0, n - then.get(key, 0))
@@ -84,6 +98,7 @@ class Stats(dict[str, Any]):
         scalars = {_in_mib(key): n / 2**20 if "bytes" in key else n for key, n in numbers.items()}
         for reason, n in self["uncompressed"].items():
             scalars["uncompressed/" + reason.replace(" ", "_").replace(",", "")] = n
+        scalars |= {f"exact_functions/{name}_mib": n / 2**20 for name, (_, n) in self["exact_functions"].items()}
         scalars |= {f"offload/{key}": n for key, n in self["offload"].items()}
         return {prefix + key: float(n) for key, n in scalars.items()}
 
@@ -110,7 +125,8 @@ class Stats(dict[str, Any]):
             return f"checkpoints at the peak: {_sizes(before, max(peak, self['peak_bytes']))}, {layers}"
         if self["compiled_tensors"]:
             sizes = _sizes(self["compiled_bytes_in"], self["compiled_bytes_out"])
-            return f"checkpoints of compiled graphs: {sizes} for one call, {self['compiled_tensors']} tensors"
+            what = "checkpoints" if self["compiled_regions"] else "saved tensors"
+            return f"{what} of compiled graphs: {sizes} for one call, {self['compiled_tensors']} tensors"
         if self["regions_eligible"]:
             return f"checkpoints: nothing is compressed, {layers}"
         if regions:
@@ -134,6 +150,7 @@ class Stats(dict[str, Any]):
             return self.headline()
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [f"  {what:<{widths[0]}}  {n:>{widths[1]}}  {size}".rstrip() for what, n, size in rows]
+        lines += advice(self["exact_functions"])
         steps = self["steps"]
         span = f"a step, of {steps:,} steps:" if steps > 1 else "in one step:" if steps else "in all:"
         return "\n".join([self.headline(), span, *lines])
@@ -166,9 +183,13 @@ class Stats(dict[str, Any]):
             yield f"not compressed: {reason}", _number(n / steps), ""
         if self["uncompressed_bytes"]:
             yield "not compressed though they could be", "", _sizes(self["uncompressed_bytes"] / steps)
+        for name, (n, nbytes) in sorted(self["exact_functions"].items()):
+            yield f"saved exactly by {name}", _number(n / steps), _sizes(nbytes / steps)
         if self["compiled_tensors"]:
             sizes = _sizes(self["compiled_bytes_in"], self["compiled_bytes_out"])
             yield "in compiled graphs, for one call", _number(self["compiled_tensors"]), sizes
+        for reason, n in sorted(self["compiled_uncompressed"].items()):
+            yield f"not compressed in compiled graphs: {reason}", _number(n), ""
         if self["live_bytes"]:
             yield "payloads alive now", "", _sizes(self["live_bytes"])
         if self["replay_bytes"]:
@@ -181,6 +202,19 @@ class Stats(dict[str, Any]):
             yield "rings on devices", "", _sizes(places["ring"]) if places["ring"] else ""
             left = places["kept"] + places["misses_out"]
             yield "not offloaded", _number(left / steps) if left else "", ""
+
+
+def advice(functions: Iterable[str]) -> list[str]:
+    """Return lines on autograd Functions of which nothing is known: how to compress what they
+    save.
+    """
+    if not (names := sorted(functions)):
+        return []
+    rules = ", ".join(f'"{name}": "int8"' for name in names)
+    return [
+        "if their backwards tolerate rounded values, of all that they save or of single places (NameBackward.0):",
+        f'  compress={{"codec": "int8", "operators": {{{rules}}}}}',
+    ]
 
 
 def _in_mib(key: str) -> str:
@@ -227,12 +261,15 @@ class _Counting:
     had ended. ``policy_outputs``: outputs of operators that a policy keeps; ``policy_bytes``: bytes
     of those that it keeps as they are. ``uncompressed``: tensors kept by reference, counted by
     reason; ``uncompressed_bytes``: bytes of those that could have been compressed.
+    ``exact_functions``: a dict from the names of autograd Functions' nodes of which nothing is
+    known to the number and the bytes of the tensors that stay exact because of that.
     ``originals_alive``, ``originals_alive_bytes``: inputs that something else still held when their
     payload was restored (``output_hidden_states``, for one): there compression saved nothing.
     ``discrete_outputs``, ``discrete_bytes``: what :attr:`CompressionConfig.replay_discrete` kept
     from the forward. ``compiled_regions``: regions in graphs that ``torch.compile`` made, which the
     other counters do not see; ``compiled_graphs``: those graphs that keep tensors compressed;
-    ``compiled_tensors``, ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each.
+    ``compiled_tensors``, ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each;
+    ``compiled_uncompressed``: what ``compress_saved()`` leaves as it is there, by reason.
     ``offload``: a dict, of all places that are open; :doc:`/offload` lists its keys.
     """
 

@@ -20,6 +20,7 @@ int gck_state_traverse(gck_state *state, visitproc visit, void *arg)
     Py_VISIT(state->node_kinds);
     Py_VISIT(state->node_names);
     Py_VISIT(state->saved_attributes);
+    Py_VISIT(state->unknown_functions);
     Py_VISIT(state->Frame);
     Py_VISIT(state->Holder);
     Py_VISIT(state->Recompute);
@@ -57,6 +58,7 @@ void gck_state_clear(gck_state *state)
     Py_CLEAR(state->node_kinds);
     Py_CLEAR(state->node_names);
     Py_CLEAR(state->saved_attributes);
+    Py_CLEAR(state->unknown_functions);
 #define OPTION(name) Py_CLEAR(state->option_names.name);
     OPTION(function)
     GCK_OPTIONS(OPTION)

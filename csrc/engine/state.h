@@ -102,6 +102,7 @@ typedef struct {
     /* what saved_node.c knows: kinds by type and by name, the table's attributes; NULL before the first node */
     PyObject     *node_kinds, *node_names, *saved_attributes;
     int           nodes_tell;          /* nodes of this torch tell what they hold            */
+    PyObject     *unknown_functions;   /* name of a node -> (tensors, bytes) that it saved exactly; NULL: none */
     PyObject     *closed;              /* known modules that use no leaves but parameters and arguments */
     struct {
         PyObject *function;

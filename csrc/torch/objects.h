@@ -119,7 +119,8 @@
     CALLBACK(place_of)                                                                                        \
     CALLBACK(plain_attributes) CALLBACK(policy_contexts) CALLBACK(raise_ambiguous)                            \
     CALLBACK(raise_fewer_saved) CALLBACK(raise_metadata) CALLBACK(raise_mixing) CALLBACK(raise_modified)      \
-    CALLBACK(raise_more_saved) CALLBACK(raise_origins) CALLBACK(raise_torchs) CALLBACK(recompute_within)      \
+    CALLBACK(raise_more_saved) CALLBACK(raise_origins) CALLBACK(raise_overwritten) CALLBACK(raise_torchs)     \
+    CALLBACK(recompute_within)                                                                                \
     CALLBACK(record_traced) CALLBACK(remat_enter) CALLBACK(remat_imported) CALLBACK(remat_leave)              \
     CALLBACK(remat_region) CALLBACK(rows_are_alike) CALLBACK(same_metadata) CALLBACK(saved_samples)           \
     CALLBACK(selective_key) CALLBACK(selective_mode) CALLBACK(selective_policy) CALLBACK(stays_on_device)     \
@@ -137,6 +138,7 @@
     NAME(grad_fn) NAME(next_functions) NAME(_sequence_nr) NAME(cpu) NAME(untyped_storage) NAME(data_ptr) NAME(_base) \
     NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(torch_remat) NAME(output_nr)                  \
     NAME(storage_offset) NAME(_saved_exponent) NAME(_raw_saved_output) NAME(tracing_context) NAME(__dict__)   \
+    NAME(_raw_saved_tensors) NAME(_forward_cls)                                                               \
     NAME(__code__) NAME(torch) NAME(_initialized) NAME(default_generators) NAME(record_stream) NAME(raw)
 
 typedef struct {

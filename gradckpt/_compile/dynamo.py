@@ -8,30 +8,24 @@ own interface for this.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import logging
-import math
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.fx import GraphModule, Node
 
 from gradckpt import _C, compat, policies
-from gradckpt._compile import graph, joint_graph
-from gradckpt._compile.region_policies import keep_discrete, keep_products, regions
-from gradckpt._config import CompressionConfig, parse_compress, warn_inactive
+from gradckpt._compile import graph, saved_dynamo
+from gradckpt._compile.compiler import install
+from gradckpt._compile.constants import contents, refusal
+from gradckpt._config import CompressionConfig, parse_compress
 from gradckpt._engine import kept_calls, remat
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.custom_ops import payload_nbytes
 from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts
 from gradckpt._import_hooks import after_import
 from gradckpt._stats import compiled as compiled_stats
-from gradckpt._stats import format_bytes
 
 __all__ = ["Replacement", "bind_not_torchs", "hook_import", "replace_checkpoint"]
 
@@ -49,9 +43,6 @@ class Marking(NamedTuple):
     #: By requires_grad and is_leaf.
     eligible: tuple[tuple[bool, bool], tuple[bool, bool]]
     version: str
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
 
 
 def checkpoint(
@@ -73,11 +64,7 @@ def checkpoint(
     """Run ``gradckpt.checkpoint`` as Dynamo sees it. A graph keeps nothing that hooks could see."""
     if offload is not None and offload is not False:  # a graph frees and reads its payloads itself
         private.dynamo.graph_break()
-    # Dynamo guards on the content, keys and numbers included, and not on the object.
-    if isinstance(compress, CompressionConfig):
-        compress = {field: _constant(getattr(compress, field)) for field in _FIELDS}
-    elif isinstance(compress, dict):
-        compress = {key: _constant(compress[key]) for key in compress}
+    compress = contents(compress)
     if context_fn is torch_checkpoint.noop_context_fn:  # torch's default
         context_fn = None
     known = isinstance(policy, policies.Policy)  # Dynamo before 2.12 takes no object of ours for a constant
@@ -118,13 +105,6 @@ def _traced(
             kept_calls.traced, kept_calls.restored = around
 
 
-def _constant(value: Any) -> Any:
-    """Return the value as a constant: Dynamo makes a symbol of a number that changes."""
-    if type(value) is not int:
-        return value
-    return private.dynamo.guard_scalar(value)
-
-
 def _is_or_may_be(condition: Any) -> Any:
     """Return the condition, or True where it depends on a size that is known only at run time."""
     return private.dynamo.guard_or_true(condition)
@@ -163,27 +143,26 @@ def _marking(
         config = parse_compress(compress)
         known = contexts_of(policy) is not None or known
     except (TypeError, ValueError) as error:
-        raise _refusal(str(error)) from error
+        raise refusal(str(error)) from error
     compiled_stats.ever = True
     if debug:
-        raise _refusal("gradckpt: debug=True cannot be compiled; call the function without torch.compile to debug")
+        raise refusal("gradckpt: debug=True cannot be compiled; call the function without torch.compile to debug")
     if known and contexts:
-        raise _refusal("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
+        raise refusal("gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn")
     if config is None and not known and not contexts:
         return None
     if use_reentrant and (config is not None or known):
         name = "compress" if config is not None else "policy"
-        raise _refusal(f"gradckpt: {name}= needs use_reentrant=False")
+        raise refusal(f"gradckpt: {name}= needs use_reentrant=False")
     if config is not None and config.stochastic:
-        raise _refusal("gradckpt: stochastic=True cannot be compiled; leave it out, or do not compile")
+        raise refusal("gradckpt: stochastic=True cannot be compiled; leave it out, or do not compile")
     if not graph.available():
-        _warn_unavailable()
+        graph.warn_unavailable("inputs of compiled regions stay")
         return None
     output = private.dynamo.InstructionTranslator.current_tx().output
     if output.export:
         return None
-    if not isinstance(output.compiler_fn, Backend):
-        output.compiler_fn = Backend(output.compiler_fn)
+    output.compiler_fn = install(output.compiler_fn)
     if config is None or graph.may_overflow(config.codec):
         return None
     if config.lossy and not config.fake_quantize:
@@ -205,169 +184,10 @@ def _marking(
     )
 
 
-def _refusal(message: str) -> Exception:
-    """Return an error that breaks the graph, so that the call runs uncompiled and may fail there.
-
-    With ``fullgraph=True`` it is raised.
-    """
-    kind = private.dynamo.UserErrorType.INVALID_INPUT
-    refusal: Exception = private.dynamo.UserError(kind, message)
-    return refusal
-
-
-@functools.cache
-def _warn_unavailable() -> None:
-    warn_inactive(
-        f"torch.compile: torch {torch.__version__} does not tell hooks what they save, so inputs of compiled regions "
-        "stay uncompressed; install torch 2.12",
-    )
-
-
 def compat_checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
     """Run ``gradckpt.compat.checkpoint`` as Dynamo sees it."""
     kwargs["use_reentrant"] = use_reentrant
     return _traced(private.imported_checkpoint, (), function, args, kwargs)
-
-
-# ---- around the backend ----
-
-
-class Backend:
-    """The backend of one of Dynamo's graphs, with the requests of the marks in it."""
-
-    def __init__(self, backend: Any) -> None:
-        functools.update_wrapper(self, backend)
-        self.backend = backend
-        self.replay_discrete: bool | str = False
-        self.restored = False  # regions of the graph get inputs that a codec has rounded
-
-    def __call__(self, module: GraphModule, inputs: Any, **options: Any) -> Any:
-        modules = [m for m in module.modules() if isinstance(m, GraphModule)]
-        _guard_leaves(module)
-        _leave_written(modules)
-        kept = keep_discrete(module, self.replay_discrete)
-        keep_products(module, self.restored)
-        cached = _cache_hits()
-        advice = _without_advice() if kept else contextlib.nullcontext()
-        with advice, joint_graph.hooks(), graph.hooks() as packed:
-            compiled = self.backend(module, inputs, **options)
-        compiled_stats.add(regions=sum(len(regions(m)) for m in modules))
-        if not packed and _cache_hits() > cached:  # it was packed when it was first compiled
-            packed = _marked(modules)
-        if packed:
-            _announce(packed)
-        elif type(getattr(self.backend, "__self__", None)).__name__ == "DDPOptimizer" and _marked(modules):
-            _warn_cut()
-        return compiled
-
-
-@functools.cache
-def _warn_cut() -> None:
-    warn_inactive(
-        "torch.compile: nothing is compressed where DistributedDataParallel cuts the graph at every region; set "
-        "torch._dynamo.config.optimize_ddp = False",
-    )
-
-
-def _guard_leaves(module: GraphModule) -> None:
-    """Guard on ``is_leaf`` of a graph's inputs.
-
-    Dynamo reads it without a guard, but the rule of :func:`_mark` depends on it.
-    """
-    names = private.dynamo
-    for node in module.graph.find_nodes(op="placeholder"):
-        x, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
-        if source is not None and type(x) is not torch.nn.Parameter and getattr(x, "requires_grad", False):
-            names.install_guard(names.AttrSource(source, "is_leaf").make_guard(names.GuardBuilder.CONSTANT_MATCH))
-
-
-def _leave_written(modules: list[GraphModule]) -> None:
-    """Leave inputs uncompressed where a mark, which is a copy until it is packed, would be visible.
-
-    A write to the region's input, or to a result of the region that shares its memory, would show
-    it.
-    """
-    outputs = {_storage(x) for x in modules[0].graph.output_node().all_input_nodes}  # other code may write to these
-    written: set[Any] = set()  # storages that are written to and whose marks were removed
-    while sum(_leave_written_in(module, outputs, written) for module in modules):
-        pass
-
-
-def _leave_written_in(module: GraphModule, outputs: set[Any], written: set[Any]) -> bool:
-    left = False
-    for region in regions(module):
-        inputs = {x: x.args[0] if x.target is graph.region_input else x for x in region.all_input_nodes}
-        dirty = {_storage(inputs[x]) for x in inputs if _is_written(x) or _storage(x) in written} - {None}
-        returned = {_storage(x) for x in private.tree_leaves(region.meta["example_value"])}
-        for mark, x in inputs.items():
-            if mark is x:
-                continue
-            shared = _storage(mark) in returned and (_is_written(x) or _storage(mark) in outputs)
-            if shared or _storage(x) in dirty:
-                written |= {_storage(x)} & dirty
-                mark.replace_all_uses_with(x)
-                module.graph.erase_node(mark)
-                left = True
-    if left:
-        module.recompile()
-    return left
-
-
-def _is_written(node: Node) -> bool:
-    """Return whether the node's value was written to since it was made."""
-    x = node.meta.get("example_value")
-    return isinstance(x, torch.Tensor) and x._version > 0
-
-
-def _storage(x: Any) -> Any:
-    """Return the storage of a fake tensor or of a node's value: equal for those that share
-    memory.
-    """
-    if isinstance(x, Node):
-        x = x.meta.get("example_value")
-    return private.StorageWeakRef(x.untyped_storage()) if type(x) is private.FakeTensor else None
-
-
-def _cache_hits() -> int:
-    return int(private.dynamo.counters["aot_autograd"]["autograd_cache_hit"])
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Suppress torch's advice that operators in place do not go with a ``context_fn``.
-
-    The user passed no ``context_fn``, and discrete operators have no such form.
-    """
-    log = logging.getLogger("torch._higher_order_ops.wrap")
-    log.addFilter(_is_other_advice)
-    try:
-        yield
-    finally:
-        log.removeFilter(_is_other_advice)
-
-
-def _is_other_advice(record: logging.LogRecord) -> bool:
-    return "Detected that context_fn is passed" not in str(record.msg)
-
-
-def _marked(modules: list[GraphModule]) -> list[graph.Packed]:
-    """Return what the marks in Dynamo's graphs request."""
-    nodes = (
-        node
-        for module in modules
-        for mark in graph.MARKS
-        for node in module.graph.find_nodes(op="call_function", target=mark)
-    )
-    return [graph.Packed.of(node.meta["example_value"], node.args[1]) for node in nodes]
-
-
-def _announce(packed: list[graph.Packed]) -> None:
-    """Log what the graph keeps compressed, and count it."""
-    bytes_in = sum(math.prod(p.shape) * p.dtype.itemsize for p in packed)
-    bytes_out = sum(int(payload_nbytes(p.shape, p.dtype, p.codec)) for p in packed)
-    compiled_stats.add(graphs=1, tensors=len(packed), bytes_in=bytes_in, bytes_out=bytes_out)
-    sizes = format_bytes(bytes_in), format_bytes(bytes_out)
-    logger.info("gradckpt: torch.compile: a graph keeps %d tensors compressed, %s -> %s", len(packed), *sizes)
 
 
 # ---- in torch's place ----
@@ -442,10 +262,19 @@ def _tell(dynamo: ModuleType) -> None:
         logger.warning("gradckpt: torch %s has no %s, so regions break compiled graphs; install torch 2.12", *lacks)
         return
     _told = True
-    for original, traceable in ((_C.checkpoint, checkpoint), (compat.checkpoint, compat_checkpoint)):
+    own = ((_C.checkpoint, checkpoint), (compat.checkpoint, compat_checkpoint))
+    for original, traceable in (*own, *saved_dynamo.SUBSTITUTES):
         _substitute(original, traceable)
-    for constant in (_marking, remat.is_traceable, kept_calls.is_listed, kept_calls.warn_compiled):
+    for constant in (
+        _marking,
+        *saved_dynamo.CONSTANT,
+        remat.is_traceable,
+        kept_calls.is_listed,
+        kept_calls.warn_compiled,
+    ):
         torch.compiler.assume_constant_result(constant)
+    for code in saved_dynamo.IN_BLOCKS:
+        private.dynamo.skip_code(code)
 
     if _replacement is not None:
         _dispatch_torchs()

@@ -35,21 +35,25 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gradckpt import _C
+from gradckpt._compile.saved_forms import CAST, hint, memory_order, pack_saved, unpack_saved
 from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._version import __version__
 
 __all__ = [
     "CODEC",
+    "FORM",
     "MARKS",
     "Packed",
     "available",
+    "claim",
     "hooks",
     "is_compiling",
     "keep_packed",
     "region_input",
     "rounded",
     "version",
+    "warn_unavailable",
 ]
 
 _library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
@@ -69,8 +73,10 @@ def version() -> str:
     Graphs in Inductor's cache on disk have already been rewritten.
     """
     checksum = 0
-    for name in ("graph.py", "joint_graph.py"):
-        checksum = zlib.crc32(Path(__file__).with_name(name).read_bytes(), checksum)
+    saved = ("saved_blocks", "saved_cut", "saved_forms", "saved_joint", "saved_roles_traced")
+    for name in ("graph", "joint_graph", *saved):
+        checksum = zlib.crc32(Path(__file__).with_name(f"{name}.py").read_bytes(), checksum)
+    checksum = zlib.crc32(repr(_C.saved_nodes()).encode(), checksum)
     return f"{__version__}+{checksum:08x}"
 
 
@@ -99,6 +105,8 @@ class _Compiling(threading.local):
     packed: list[Packed] | None = None
     #: The forward graph that :func:`_sweep` has seen.
     swept: weakref.ref[Graph] | None = None
+    #: What else decides at the cut of a forward and a backward graph.
+    at_cut: Callable[[Graph, Graph], None] | None = None
 
 
 _compiling = _Compiling()
@@ -137,7 +145,7 @@ def _traced(ctx: Any, inputs: tuple[torch.Tensor, str, str], output: torch.Tenso
     AOTAutograd makes a joint graph, or else the mark has no effect.
     """
     if _compiling.depth:
-        _claim()
+        claim()
         return
     keys = private.mode_keys
     tracing = private.get_dispatch_mode(keys.FUNCTIONAL) is not None
@@ -153,7 +161,7 @@ def _warn_unpacked() -> None:
     )
 
 
-def _claim() -> None:
+def claim() -> None:
     """Let AOTAutograd trace the hooks for this graph, and not for those that Inductor makes of its
     patterns meanwhile.
     """
@@ -169,8 +177,9 @@ for _name in ("region_input", "rounded"):
     torch.library.register_autograd(f"gradckpt::{_name}", _straight_through, setup_context=_traced, lib=_library)
 
 
-#: The ``meta`` key of a node that is kept compressed.
-CODEC = "gradckpt_codec"
+#: The ``meta`` keys of a node that is kept compressed: the codec, and the form of what
+#: ``compress_saved()`` keeps.
+CODEC, FORM = "gradckpt_codec", "gradckpt_form"
 _SETTLED = "gradckpt_settled"
 
 
@@ -183,7 +192,7 @@ def keep_packed(op: Any, config: CompressionConfig) -> None:
         return
     if may_overflow(config.codec):
         return
-    _claim()
+    claim()
     mode = private.dynamo.get_proxy_mode()
     nodes = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
     later = []  # the nodes behind it: one for each of its outputs
@@ -257,6 +266,7 @@ class _Cut(NamedTuple):
     backward: Graph
     node: Node
     codec: str
+    form: str | None  # None: of a region
 
 
 def _cut() -> _Cut | None:
@@ -270,8 +280,10 @@ def _cut() -> _Cut | None:
         _name_rng_states(forward, backward)
         for graph in (forward, backward):
             _sweep(graph)
+        if _compiling.at_cut is not None:
+            _compiling.at_cut(forward, backward)
     codec = node.args[1] if node.target in MARKS else node.meta.get(CODEC)
-    return None if codec is None else _Cut(forward, backward, node, codec)
+    return None if codec is None else _Cut(forward, backward, node, codec, node.meta.get(FORM))
 
 
 def _pack(x: torch.Tensor) -> Any:
@@ -280,6 +292,8 @@ def _pack(x: torch.Tensor) -> Any:
     if cut is None:
         return x
     _sink(cut.backward)  # restores of earlier tensors
+    if cut.form is not None:
+        return pack_saved(x, cut.codec, cut.form)
     return (torch.ops.gradckpt.encode(x, cut.codec), *x.shape)
 
 
@@ -291,30 +305,17 @@ def _unpack(packed: Any) -> torch.Tensor:
     value = cut.node.meta["val"]
     if _settle(cut.node) and _compiling.packed is not None:
         _compiling.packed.append(Packed.of(value, cut.codec))
+    if cut.form is not None:
+        return unpack_saved(packed, cut.codec, cut.form, value)
     payload, *sizes = packed
     x = torch.ops.gradckpt.decode(payload, cut.codec, sizes, value.dtype)
-    order = _memory_order(value)
+    order = memory_order(value)
     if order != sorted(order):  # the backward was traced with these strides
         x = x.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
     return x
 
 
 HOOKS = (_Hook(_pack), _Hook(_unpack))
-
-
-def hint(size: int | torch.SymInt) -> int:
-    """Return a size; for a symbolic one its value when the graph was traced, or a guess if only the
-    run will tell.
-    """
-    if not isinstance(size, torch.SymInt):
-        return size
-    known: int | None = size.node.hint
-    return int(size.node.expr.xreplace(dict.fromkeys(size.node.expr.free_symbols, 4096))) if known is None else known
-
-
-def _memory_order(x: torch.Tensor) -> list[int]:
-    """Return the dimensions, largest stride first."""
-    return sorted(range(x.dim()), key=lambda dim: -hint(x.stride()[dim]))
 
 
 # ---- what becomes of the graphs ----
@@ -329,6 +330,9 @@ def _settle(node: Node) -> bool:
     if node.meta.get(_SETTLED):
         return False
     node.meta[_SETTLED] = True
+    if FORM in node.meta:
+        _settle_saved(node)
+        return True
     encode = next(user for user in node.users if user.target is torch.ops.gradckpt.encode.default)
     node.append(encode)
     if node.target is rounded:
@@ -337,6 +341,16 @@ def _settle(node: Node) -> bool:
     elif node.target is region_input:
         _drop(node)
     return True
+
+
+def _settle_saved(node: Node) -> None:
+    """Place what makes the payload of a saved tensor right behind it."""
+    at = node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
+    made = node
+    while made is node or made.target not in (torch.ops.gradckpt.encode.default, CAST):
+        made = max(user for user in made.users if user.target in _STEPS)  # the hook's are the last ones of the graph
+        at.append(made)
+        at = made
 
 
 def _drop(mark: Node) -> None:
@@ -411,6 +425,10 @@ _VIEWS = frozenset(
         ("squeeze", "dims"),
     )
 )
+_STEPS = (
+    *(torch.ops.gradckpt.encode.default, CAST),
+    *(torch.ops.aten.permute.default, torch.ops.aten.clamp.default),
+)
 _LAYOUT = (torch.ops.aten.permute.default, torch.ops.aten.clone.default)
 
 
@@ -424,19 +442,31 @@ def available() -> bool:
     return private.load_cut() is not None
 
 
+@functools.cache
+def warn_unavailable(what: str) -> None:
+    warn_inactive(
+        f"torch.compile: torch {torch.__version__} does not tell hooks what they save, so {what} uncompressed; install "
+        "torch 2.12",
+    )
+
+
 def is_compiling() -> bool:
     """Return whether :func:`hooks` are open in this thread."""
     return _compiling.depth > 0
 
 
 @contextmanager
-def hooks() -> Iterator[list[Packed]]:
-    """Pack what is marked while AOTAutograd runs in this block, and add it to the list."""
+def hooks(at_cut: Callable[[Graph, Graph], None] | None = None) -> Iterator[list[Packed]]:
+    """Pack what is marked while AOTAutograd runs in this block, and add it to the list.
+
+    ``at_cut`` may mark more of the forward graph's nodes, by :data:`CODEC` and :data:`FORM`.
+    """
     before = vars(_compiling).copy()
     _compiling.depth += 1
     _compiling.answers = 0
     packed: list[Packed] = []
     _compiling.packed = packed
+    _compiling.at_cut = at_cut
     private.push_hooks(*HOOKS)
     try:
         yield packed

@@ -22,6 +22,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from gradckpt._compile import saved_joint
 from gradckpt._compile.graph import CODEC, region_input, version
 from gradckpt._engine import torch_private as private
 
@@ -33,9 +34,10 @@ _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @contextlib.contextmanager
-def hooks() -> Iterator[None]:
-    """Apply the rules to all joint graphs that are compiled in this block, beside the user's own
-    passes.
+def hooks(blocks: bool = False) -> Iterator[None]:
+    """Apply the rules to all joint graphs that are compiled here, beside the user's own passes.
+
+    With ``blocks`` of ``compress_saved()``, the hooks at the cut see inputs of the graphs, too.
     """
     names = private.load_joint_passes()
     if names is None:
@@ -45,8 +47,9 @@ def hooks() -> Iterator[None]:
     tags: dict[Node, dict[str, Any]] = {}
     before = _each(inductor.joint_custom_pre_pass), functools.partial(_note, tags)
     after = functools.partial(_restore, tags), _each(inductor.joint_custom_post_pass)
+    seen = {"saved_tensors_hooks_filtering_mode": "all"} if blocks else {}
     with (
-        functorch.patch(joint_custom_pass=_with_outputs(functorch.joint_custom_pass)),
+        functorch.patch(joint_custom_pass=_with_outputs(functorch.joint_custom_pass), **seen),
         inductor.patch(
             joint_custom_pre_pass=_pass(graph_pass, *before[0], before[1]),
             joint_custom_post_pass=_pass(graph_pass, after[0], *after[1]),
@@ -62,6 +65,7 @@ def _with_outputs(users: Any) -> Callable[[GraphModule, Any], GraphModule]:
     def joint_pass(module: GraphModule, inputs: Any) -> GraphModule:
         if callable(users):
             module = users(module, inputs)
+        saved_joint.rewrite(module.graph)
         _keep_outputs(module.graph)
         return module
 

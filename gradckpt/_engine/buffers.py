@@ -112,6 +112,11 @@ def has_rule(module_class: type) -> bool:
     return False
 
 
+def with_rule(module: Module) -> list[Module]:
+    """Return the modules in this one that have a rule."""
+    return [part for part in module.modules() if has_rule(type(part))]
+
+
 def _names_of(module: Module) -> list[str]:
     names: list[str] = []
     for module_class, rule in list(_rules.values()):

@@ -85,6 +85,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "raise_more_saved": region.raise_more_saved,
     "raise_ambiguous": selective.raise_ambiguous,
     "raise_origins": region.raise_origins,
+    "raise_overwritten": region.raise_overwritten,
     "raise_torchs": torch_errors.raise_torchs,
     "recompute_within": region.recompute_within,
     "record_traced": selective.record_traced,

@@ -390,3 +390,11 @@ def raise_origins(rows: list[tuple[Any, ...]], function: Any, approximate: int, 
         "debug=True lists the operators of both runs\n"
     )
     _raise_or_warn(error, approximate, warn)
+
+
+def raise_overwritten(x: torch.Tensor) -> None:
+    """Raise for a tensor that the recompute changed in place after something had saved it."""
+    raise RuntimeError(
+        f"gradckpt: a tensor of shape {tuple(x.shape)} was changed in place after this region had saved it; write "
+        "x = x + y"
+    )

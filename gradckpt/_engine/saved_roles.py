@@ -5,6 +5,9 @@ The table of all of them is in C (csrc/engine/saved/saved_node.c), which calls t
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +20,79 @@ are_rows_read = True
 
 
 def table() -> str:
-    """Return the table of what a lossy codec encodes: node, argument, operators, and how."""
+    """Return the table of what a lossy codec encodes: node, argument, operators, and how; then
+    that of autograd Functions of libraries: package, node, and what is encoded.
+    """
     rows = [(node, argument, family or "any", how) for node, argument, family, how in _C.saved_roles()]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(
-        f"{node:{widths[0]}}  {argument:{widths[1]}}  {family:{widths[2]}}  {how}"
-        for node, argument, family, how in rows
-    )
+    functions = [
+        (package, node, f"exact: {why}" if why else f"places {', '.join(places)}")
+        for package, node, places, why in _C.saved_functions()
+    ]
+    return "\n".join([*_columns(rows), "", *_columns(functions)])
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def check_functions(rules: tuple[tuple[str, str | None], ...]) -> None:
+    """Check that the autograd Functions which these rules name exist, and that what they save may
+    be encoded.
+
+    Raises:
+        ValueError: No class of that name is loaded, or those of libraries' need it exactly.
+    """
+    named = [rule for rule, _ in rules if re.search(r"Backward(\.|$)", rule)]
+    if not named:
+        return
+    loaded: dict[str, list[type[Any]]] = {}
+    for function in _subclasses(torch.autograd.Function):
+        loaded.setdefault(function.__name__, []).append(function)
+    spelled = {name.lower(): name for name in loaded}
+    for rule in named:
+        node, _, argument = rule.partition(".")
+        name = node.removesuffix("Backward")
+        if name not in loaded:
+            close = [spelled[each] for each in difflib.get_close_matches(name.lower(), spelled, 1, 0.7)]
+            instead = f"did you mean '{close[0]}Backward'?" if close else "import what has it first, or leave it out"
+            raise ValueError(f"gradckpt: operators= names {node!r}, but no autograd Function {name} exists; {instead}")
+        known = [_rows_of(function) for function in loaded[name]]
+        if not all(known):
+            continue  # one that the table does not have
+        places = sorted({place for rows in known for places, _ in rows for place in places})
+        if not places:
+            why = known[0][0][1]
+            raise ValueError(f"gradckpt: {node} saves {why}, which stays exact; leave it out of operators=")
+        if argument and argument not in places:
+            raise ValueError(
+                f"gradckpt: operators= cannot encode {argument!r} of {node}; choose one of: {', '.join(places)}"
+            )
+
+
+def _rows_of(function: Any) -> list[tuple[tuple[str, ...], str | None]]:
+    """Return the places and reasons of the table's rows for an autograd Function."""
+    node, module = f"{function.__name__}Backward", f"{function.__module__}."
+    return [
+        (places, why)
+        for package, known, places, why in _C.saved_functions()
+        if known == node and module.startswith(f"{package}.")
+    ]
+
+
+def is_known(node: Any) -> bool:
+    """Return whether it is a node of torch's, or of an autograd Function that the table has."""
+    function = getattr(node, "_forward_cls", None)
+    module = f"{getattr(function, '__module__', 'torch')}."
+    if module.startswith(("gradckpt.", "torch.")) and not module.startswith("torch._library."):
+        return True  # not one that users choose codecs for
+    return bool(_rows_of(function))
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 def rows_are_alike(node: Any, x: torch.Tensor, values: int) -> bool:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from gradckpt import _C
@@ -15,9 +16,9 @@ from gradckpt._engine import saved_roles
 from gradckpt._engine.decorator import check_runs_at_call
 from gradckpt._engine.places import SAVED, place_of
 from gradckpt._models import activity
-from gradckpt._offload import OffloadLike, parse_offload
+from gradckpt._offload import Offload, OffloadLike, parse_offload
 
-__all__ = ["call_saved", "compress_saved"]
+__all__ = ["call_saved", "compress_saved", "parse_saved"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,13 +38,29 @@ def _config(compress: Compress) -> CompressionConfig | None:
     return config
 
 
+def parse_saved(compress: Compress, offload: OffloadLike) -> tuple[Any, Offload | None, Any, tuple[Any, ...], Any]:
+    """Return the settings of a block: the config, the place, and both as C takes them."""
+    where = parse_offload(offload)
+    config = plan = _config(compress if where is None or compress not in (None, False) else "raw")
+    formats = tuple(config.operators) if config is not None else ()
+    if config is not None and formats:
+        plan = dataclasses.replace(config, operators=())
+    return config, where, plan, formats, place_of(where, SAVED)
+
+
 def call_saved(saves: compress_saved, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
     """Call a function as if it were decorated."""
     if saves._plan is None:
         return function(*args, **kwargs)
+    saves._check()
     result: R = _C.saved_call(saves._plan, saves._formats, saves._place, function, args, kwargs)
-    activity.note_saved()
+    _note_saved()
     return result
+
+
+def _note_saved() -> None:
+    if not torch.compiler.is_compiling():  # a graph counts by itself
+        activity.note_saved()
 
 
 @explains_keywords
@@ -83,27 +100,24 @@ class compress_saved:
         TypeError: it decorates a class, generator or coroutine function.
         RuntimeError: saved-tensor hooks are disabled here (torch's message).
 
-    ``torch.compile`` cannot trace it: entered inside compiled code, it breaks the graph (or raises,
-    with ``fullgraph=True``). Around a compiled call it sees what the compiled graph saves. Most of
-    that stays exact, because the grad flags are missing there.
+    In code that ``torch.compile`` compiles, a block becomes part of the graph: what crosses from
+    the forward graph into the backward graph is encoded by the same rules. Around a call of code
+    that was compiled by itself, it sees saved tensors without grad flags, which stay exact.
     """
 
     def __init__(self, compress: Compress = "int8", *, offload: OffloadLike = None) -> None:
-        self.offload = parse_offload(offload)
-        self.config = _config(compress if self.offload is None or compress not in (None, False) else "raw")
-        self._place = place_of(self.offload, SAVED)
-        self._plan, self._formats = self.config, tuple(self.config.operators) if self.config is not None else ()
-        if self.config is not None and self._formats:
-            self._plan = dataclasses.replace(self.config, operators=())
+        self.config, self.offload, self._plan, self._formats, self._place = parse_saved(compress, offload)
+        self._checked = not self._formats
 
     def __enter__(self) -> None:
         if self.config is not None:
+            self._check()
             _C.saved_push(self._plan, self._formats, self._place)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self.config is not None:
             _C.saved_pop(kind is not None)
-            activity.note_saved()
+            _note_saved()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         instead = "`with compress_saved(...)` around what it computes between two yields or awaits"
@@ -129,11 +143,19 @@ class compress_saved:
         """
         if self._plan is None:
             raise ValueError("gradckpt: compress_saved(None) compresses nothing and has no hooks; pass a codec")
+        self._check()
         return _C.saved_pair(self._plan, self._formats, self._place)
+
+    def _check(self) -> None:
+        """Check what the model has to be loaded for. Dynamo does not trace it."""
+        if not self._checked and not torch.compiler.is_compiling():
+            saved_roles.check_functions(self._formats)
+            self._checked = True
 
     @staticmethod
     def table() -> str:
-        """Return the table of what a lossy codec encodes: node, argument, operators, and how.
+        """Return the table of what a lossy codec encodes: node, argument, operators, and how; then
+        that of autograd Functions of libraries: package, node, places, or why it stays exact.
 
         Everything else is kept exactly.
         """

@@ -20,6 +20,7 @@ from gradckpt._engine import kept_calls, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.catching import catch
+from gradckpt._engine.graph_leaves import leaves_behind
 from gradckpt._engine.op_effects import has_effect
 from gradckpt._engine.op_policy import keeping_effects, kept, read_policy
 from gradckpt._patching import CHECKPOINT
@@ -262,19 +263,12 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
     if method in checked:
         return
     known = {id(x) for x in targets}
-    seen, nodes = set(), [x.grad_fn for x in roots if x.grad_fn is not None]
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and id(variable) not in known and not _owns(owner, variable):
+    for variable in leaves_behind(roots):
+        if id(variable) not in known and not _owns(owner, variable):
             raise RuntimeError(
                 f"gradckpt: SelectiveRecompute would lose the gradient of a tensor that {type(owner).__name__} uses, "
                 f"of shape {tuple(variable.shape)}; make it a parameter or an argument, or use gradckpt.checkpoint"
             )
-        nodes.extend(n for n, _ in node.next_functions if n is not None)
     checked.add(method)
 
 

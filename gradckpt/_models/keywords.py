@@ -55,6 +55,7 @@ class Settings:
     offload: Offload | None = None
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other keywords of gradckpt.checkpoint
     planned: bool = False  # a budget or a plan decides all of it
+    working_set: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # parts and tiles
 
 
 def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
@@ -78,7 +79,7 @@ def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
     config = _config(ours, base)
     if recompute:
         check_no_operators(config)
-    return Settings(config, context_fn, recompute, every_n_layers, offload, base.keywords)
+    return Settings(config, context_fn, recompute, every_n_layers, offload, base.keywords, working_set=base.working_set)
 
 
 def _read_selective(keywords: dict[str, Any]) -> None:

@@ -4,20 +4,14 @@ A chosen module gets a :class:`Region` in place of its ``forward``, on that one 
 is changed. With ``recompute=False`` its forward is no region of :func:`gradckpt.checkpoint`, but a
 function under :class:`gradckpt.compress_saved`.
 
-Rules:
-    1. A failure leaves the model unchanged: everything is checked before the first module is
-       modified.
-    2. A region refers to its module weakly, and strongly only inside a pickle or a deep copy.
-    3. Copies, pickles and DataParallel's replicas have regions of their own.
+A failure leaves the model unchanged: everything is checked before the first module is modified.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import re
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,26 +24,29 @@ from gradckpt._config import CompressionConfig
 from gradckpt._engine.arguments import need_grad, own_keywords
 from gradckpt._engine.decorator import Decorated, check_runs_at_call
 from gradckpt._engine.saved_tensors import call_saved, compress_saved
-from gradckpt._models import activity
+from gradckpt._models import activity, working_set
 from gradckpt._models.caches import with_caches
 from gradckpt._models.dtensors import localized
 from gradckpt._models.kinds import Tree, has_forward
 from gradckpt._models.offload import region_at
 from gradckpt._models.overlap import check_around, is_wrapper
 from gradckpt._models.ranks import RankCheck, spell
-from gradckpt._models.rules import Rules, Settings, comparable, is_saved, parse_rules, resolve, summary
-from gradckpt._models.weak import WeakModule
+from gradckpt._models.replaced_forward import ReplacedForward, replacements_of
+from gradckpt._models.rules import (
+    Rules,
+    Settings,
+    comparable,
+    is_saved,
+    parse_rules,
+    resolve,
+    summary,
+    without_working_set,
+)
 from gradckpt._offload import Offload
 from gradckpt._stats import compiled, stats
 from gradckpt.selectors import every
 
 __all__ = ["Chosen", "Region", "checkpointed_by", "choose", "region_of", "regions_in"]
-
-#: Copies and pickles ask an object for these: functions have none.
-_NOT_OF_FUNCTIONS = ("__wrapped__", "__deepcopy__", "__getnewargs__", "__getnewargs_ex__", "__setstate__")
-
-#: A module's own method that DataParallel calls; it binds the region of a replica to the replica.
-_REPLICATE = "_replicate_for_data_parallel"
 
 
 def choose(model: Module, rules: Rules, defaults: Settings, every_n: int, offload: Offload | None) -> Chosen:
@@ -85,10 +82,11 @@ class Chosen:
         """
         regions = {name: region for name, module in self.tree.names if (region := region_of(module)) is not None}
         first = {id(region): name for name, region in reversed(regions.items())}
-        now = {name: comparable(regions[name].settings) for name in first.values()}
+        now = {name: comparable(regions[name].settings | regions[name].working_set) for name in first.values()}
         chosen = {name: comparable(settings) for name, settings in self.settings.items()}
         same = now == chosen and all(regions[name].offload == place for name, place in self.places.items())
-        return same and all(region.is_called() for region in regions.values())
+        same = same and all(region.is_called() for region in regions.values())
+        return same and working_set.are_called(self.tree.model)
 
     def install(self) -> None:
         """Make the modules regions.
@@ -106,6 +104,7 @@ class Chosen:
             Region(modules[name], chosen, RankCheck(label, uses), self.places[name], not name)
             for name, chosen in self.settings.items()
         ]
+        working_set.install(self.tree, {modules[name]: chosen for name, chosen in self.settings.items()})
         for region in regions:
             region.install()
         activity.register(self.tree.model)
@@ -120,7 +119,7 @@ def _without_place(settings: Settings) -> Settings:
 # ---- the wrapper ----
 
 
-class Region:
+class Region(ReplacedForward):
     """The replacement of ``module.forward`` on one instance: a checkpoint region, or with
     ``recompute=False`` the forward under ``compress_saved``.
     """
@@ -128,97 +127,16 @@ class Region:
     def __init__(
         self, module: Module, settings: Settings, rank_check: RankCheck, offload: Offload | None, is_whole: bool = False
     ) -> None:
-        self._module = WeakModule(module)
-        self.settings = settings
+        super().__init__(module)
+        self.settings, self.working_set = without_working_set(settings)
         self.rank_check = rank_check
         self.offload = offload
         self.is_whole = is_whole  # the model itself, whose last operators make the loss
         saved = is_saved(settings)
         self.saves = compress_saved(settings["compress"], offload=offload) if saved else None  # None: recomputed
         self.region = region_at(None if saved else offload)
-        self.traced = False  # by torch.compile
         self.ran = False  # uncompiled, since the optimizer's last step
-        self.kind = type(module).__name__
-        self.own: Any = None  # the earlier replacement of forward on the instance; None: the class's method
-        self.active = False
-
-    def install(self) -> None:
-        attributes = vars(self.module)
-        self.own = attributes.get("forward")
-        self.active = True
-        attributes["forward"] = self
-        attributes[_REPLICATE] = self.replicate
-
-    def remove(self) -> None:
-        """Restore the module's forward.
-
-        If other code has replaced ours since, it may still call us; the region then only calls the
-        forward.
-        """
-        module = self._module()
-        if not self.active or module is None:
-            self.active = False
-            return
-        self.active = False
-        attributes = vars(module)
-        if attributes.get("forward") is self:
-            if self.own is None:
-                del attributes["forward"]
-            else:
-                attributes["forward"] = self.own
-        if getattr(attributes.get(_REPLICATE), "__self__", None) is self:
-            del attributes[_REPLICATE]
-
-    @property
-    def module(self) -> Module:
-        module: Module | None = self._module()
-        if module is None:
-            raise ReferenceError(f"gradckpt: the {self.kind} of this checkpointed forward is gone")
-        return module
-
-    def is_called(self) -> bool:
-        """Return whether the module's forward still leads here, as far as its wrappers tell."""
-        module = self._module()
-        forward = vars(module).get("forward") if module is not None else None
-        if forward is None or forward is self.own or getattr(forward, "__func__", None) is type(module).forward:
-            return forward is self
-        seen: set[int] = set()
-        waiting: list[Any] = [forward, *vars(module).values()]  # accelerate keeps the old one as an attribute
-        while waiting:
-            x = waiting.pop()
-            if x is self:
-                return True
-            if id(x) not in seen and isinstance(x, (types.FunctionType, types.MethodType, functools.partial)):
-                seen.add(id(x))
-                if isinstance(x, functools.partial):
-                    waiting += (x.func, *x.args, *x.keywords.values())
-                else:
-                    waiting += (getattr(x, "__wrapped__", None), getattr(x, "__func__", None))
-                    waiting += (
-                        cell.cell_contents for cell in getattr(x, "__closure__", None) or () if cell != types.CellType()
-                    )
-        return False
-
-    # ---- as the function that it replaces ----
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, which inspect.signature() reads."""
-        return _own_forward(self.module) if self.own is None else self.own
-
-    @property
-    def __func__(self) -> Region:
-        """What other code binds again: that of the forward would lose us."""
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        """Return ``__code__``, ``__self__`` and the other attributes of the module's forward."""
-        if name == "__get__":  # not of the class: Dynamo before 2.12 takes such an object for the class's attribute
-            return lambda instance, owner=None: self
-        module = self._module() if "_module" in vars(self) else None  # a copy in the making has none
-        if module is None or name in _NOT_OF_FUNCTIONS:
-            raise AttributeError(name)
-        return getattr(_own_forward(module) if self.own is None else self.own, name)
+        self.traced = False  # by torch.compile
 
     # ---- calls ----
 
@@ -226,7 +144,7 @@ class Region:
         module = self.module
         if args and args[0] is module:  # bound to it again, as accelerate does
             args = args[1:]
-        forward = self.own or _forward_of(module)
+        forward = self.forward_of(module)
         if not (self.active and torch.is_grad_enabled() and (module.training or _is_passed(args, kwargs))):
             return forward(*args, **kwargs)
         if self.saves is None and vars(module).get("gradient_checkpointing"):
@@ -260,28 +178,16 @@ class Region:
     def _save(
         self, saves: compress_saved, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], compiled: bool
     ) -> Any:
-        if compiled:
-            self.traced = True
+        if compiled and torch.compiler.is_exporting():
             return forward(*args, **kwargs)
-        if not self.is_whole:
+        if compiled:
+            self.traced = True  # never read here: Dynamo would guard on it
+        if compiled or not self.is_whole:
             return call_saved(saves, forward, args, kwargs)
         # A block, not a decorated function: the backward reads first what the last operators
         # save, and compressing that would raise the peak by its payloads.
         with saves:
             return forward(*args, **kwargs)
-
-    def replicate(self) -> Module:
-        """Make a replica for DataParallel, which copies attributes and so would share our
-        forward.
-        """
-        module = self.module
-        replica: Module = getattr(type(module), _REPLICATE).__get__(module)()
-        if vars(replica).get("forward") is self:
-            region = copy.copy(self)
-            region._module = WeakModule(replica)
-            vars(replica)["forward"] = region
-            vars(replica)[_REPLICATE] = region.replicate
-        return replica
 
     def __repr__(self) -> str:
         how = "checkpointed" if self.saves is None else "compressed"
@@ -316,10 +222,7 @@ def _why_inactive(model: Module) -> tuple[str, bool] | None:
     regions = [region for module in model.modules() if (region := region_of(module)) is not None]
     if not regions:
         return None
-    if any(region.traced and not region.rank_check.called for region in regions):
-        name = type(model).__name__
-        return f"recompute=False compresses nothing of {name} in torch.compile's graphs; leave one of them out", True
-    if compiled.ever and any(region.saves is None for region in regions):
+    if any(region.traced or (compiled.ever and region.saves is None) for region in regions):
         return None  # a graph's regions are not counted
     if any(region.rank_check.called for region in regions):
         chosen = f"the {len(regions)} chosen modules of {type(model).__name__}"
@@ -382,24 +285,9 @@ def _is_passed(*arguments: Any) -> bool:
     return need_grad(*arguments) and not torch.compiler.is_exporting()
 
 
-def _forward_of(module: Module) -> Callable[..., Any]:
-    """Return the class's forward, bound to the instance."""
-    if torch.compiler.is_compiling():
-        # At a graph break, a method is looked up by its name, under which the module has its
-        # region.
-        return functools.partial(type(module).forward, module)
-    return _own_forward(module)
-
-
-def _own_forward(module: Module) -> Callable[..., Any]:
-    bound: Callable[..., Any] = type(module).forward.__get__(module)
-    return bound
-
-
 def region_of(module: Module) -> Region | None:
     """Return the region of a module, also if other code has replaced its forward since."""
-    region = getattr(vars(module).get(_REPLICATE), "__self__", None)
-    return region if isinstance(region, Region) and region.active else None
+    return next((each for each in replacements_of(module) if isinstance(each, Region)), None)
 
 
 def regions_in(model: Module) -> list[Region]:

@@ -7,7 +7,16 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Union
 
-from gradckpt._config import OPERATORS, Compress, CompressionConfig, advise, changes, check_no_operators, parse_compress
+from gradckpt._config import (
+    OPERATORS,
+    Compress,
+    CompressionConfig,
+    advise,
+    changes,
+    check_no_operators,
+    parse_compress,
+    written,
+)
 from gradckpt._engine.arguments import OPTIONS, check_bool, check_option
 from gradckpt._engine.saved_tensors import compress_saved
 from gradckpt._engine.selective import contexts_key, contexts_of
@@ -16,8 +25,10 @@ from gradckpt._offload import parse_offload
 from gradckpt.selectors import Selector, describe, select
 
 __all__ = [
+    "OF_MODULES",
     "Rules",
     "Settings",
+    "check_tiles",
     "comparable",
     "is_saved",
     "parse_options",
@@ -25,6 +36,7 @@ __all__ = [
     "resolve",
     "saved_settings",
     "summary",
+    "without_working_set",
 ]
 
 _CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
@@ -33,7 +45,13 @@ _CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionCon
 _CONFIG_KEYS = (_CONFIG_FIELDS, OPERATORS)
 
 #: The keywords of a module's rule that gradckpt.checkpoint does not have, or not as text.
-_OF_MODULES = ("recompute", "offload")
+OF_MODULES = ("recompute", "offload", "parts", "tiles")
+
+#: Those of them that make the working set of a region's backward smaller.
+_WORKING_SET = ("parts", "tiles")
+
+#: The forms of a region that is recomputed in parts; working_set.py describes them.
+FORMS = ("nested", "sequential", "kept")
 
 #: The keywords of gradckpt.checkpoint for one module; or ``compress`` and ``"recompute": False``.
 Settings = dict[str, Any]
@@ -64,6 +82,44 @@ def summary(settings: Settings) -> str:
     return ", ".join(["uncompressed" if config is None else config.codec, *changed])
 
 
+def without_working_set(settings: Settings) -> tuple[Settings, Settings]:
+    """Return the keywords of :func:`gradckpt.checkpoint`, and ``parts`` and ``tiles``."""
+    rest = {key: value for key, value in settings.items() if key not in _WORKING_SET}
+    return rest, {key: settings[key] for key in _WORKING_SET if key in settings}
+
+
+def _check_working_set(settings: Settings) -> None:
+    """Check ``parts`` and ``tiles``, and remove those that are None.
+
+    Raises:
+        ValueError, TypeError: They are none that :func:`gradckpt.enable` takes, or beside a policy.
+    """
+    for key in _WORKING_SET:
+        if key in settings and settings[key] is None:
+            del settings[key]
+    if settings.get("parts", FORMS[0]) not in FORMS:
+        *first, last = map(written, FORMS)
+        raise ValueError(f"gradckpt: parts is {', '.join(first)} or {last}, not {written(settings['parts'])}")
+    check_tiles(settings.get("tiles", 2))
+    if "parts" in settings and "context_fn" in settings:
+        raise ValueError(
+            "gradckpt: parts= and policy= or context_fn= exclude each other; what is kept would serve the first of "
+            "two recomputes only"
+        )
+
+
+def check_tiles(tiles: Any) -> None:
+    """Check a number of tiles.
+
+    Raises:
+        ValueError, TypeError: It is none.
+    """
+    if isinstance(tiles, bool) or not isinstance(tiles, int):
+        raise TypeError(f"gradckpt: tiles is a number of tiles, as in tiles=16, not {written(tiles)}")
+    if tiles < 2:
+        raise ValueError(f"gradckpt: tiles is 2 or more, not {tiles}; leave it out to run modules as a whole")
+
+
 def is_saved(settings: Settings) -> bool:
     """Return whether the settings are those of a module that is not recomputed."""
     return not settings.get("recompute", True)
@@ -88,7 +144,7 @@ def _parse_value(value: Any, defaults: Settings) -> Settings | None:
     fields = isinstance(value, Mapping) and any(value and all(key in known for key in value) for known in _CONFIG_KEYS)
     if not isinstance(value, Mapping) or fields:
         value = {"compress": value}
-    return parse_options(value, defaults, ("recompute", "offload"))
+    return parse_options(value, defaults, OF_MODULES)
 
 
 def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[str, ...] = ()) -> Settings:
@@ -98,7 +154,7 @@ def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[st
     for key, value in given.items():
         if key in _CONFIG_FIELDS and key != "codec":
             raise ValueError(f'gradckpt: {key!r} is a field of compress=; pass compress={{"{key}": {value!r}}}')
-        if key not in OPTIONS and not (key in _OF_MODULES and key in others):
+        if key not in OPTIONS and not (key in OF_MODULES and key in others):
             where = "gradckpt.enable" if "recompute" in others else "gradckpt.checkpoint"
             raise ValueError(f"gradckpt: unknown option {key!r}; {advise(str(key), value, (*OPTIONS, *others), where)}")
         check_option(key, value)
@@ -119,6 +175,7 @@ def parse_options(given: Mapping[str, Any], defaults: Settings, others: tuple[st
             settings["context_fn"] = context_fn
     if settings.get("debug") and "context_fn" in settings:
         raise ValueError("gradckpt: debug=True and policy= or context_fn= exclude each other; leave one of them out")
+    _check_working_set(settings)
     return settings
 
 

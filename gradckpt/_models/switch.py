@@ -25,8 +25,9 @@ from gradckpt._models.adapter import ADAPTERS
 from gradckpt._models.keywords import check_every_n_layers
 from gradckpt._models.kinds import KINDS, has_relu_and_batch_norm, repeated_blocks, width_of
 from gradckpt._models.regions import choose, region_of, regions_in
-from gradckpt._models.rules import Settings, is_saved, parse_options, summary
+from gradckpt._models.rules import OF_MODULES, Settings, is_saved, parse_options, summary
 from gradckpt._models.weak import WeakModule
+from gradckpt._models.working_set import inner_in
 from gradckpt._offload import OffloadLike, parse_offload
 from gradckpt.integrations.transformers import models
 from gradckpt.policies import PolicyLike
@@ -92,11 +93,14 @@ def enable(
     policy: PolicyLike = None,
     recompute: bool = True,
     offload: OffloadLike = False,
+    parts: str | None = None,
+    tiles: int | None = None,
     **keywords: Unpack[CheckpointKeywords],
 ) -> Handle:
     """Do what :func:`gradckpt.enable` does without a budget and a plan, which describes it."""
     check_model(model, "enable")
-    given: dict[str, Any] = {**keywords} if policy is None else {**keywords, "policy": policy}
+    others = {"policy": policy, "parts": parts, "tiles": tiles}
+    given: dict[str, Any] = {**keywords, **{key: value for key, value in others.items() if value is not None}}
     if not check_bool("recompute", recompute):
         given["recompute"] = False
     if recompute or not isinstance(compress, Mapping):
@@ -106,7 +110,7 @@ def enable(
     place = parse_offload(offload)
     if place is not None and not recompute and compress in (None, False):
         compress = "raw"  # saved tensors move as they are
-    options = parse_options({"compress": compress, **given}, {}, ("modules", "every_n_layers", "recompute", "offload"))
+    options = parse_options({"compress": compress, **given}, {}, ("modules", "every_n_layers", *OF_MODULES))
     check_every_n_layers(every_n_layers)
     place_of(place)  # its errors are said now
     whole = models.inner_model(model)
@@ -233,6 +237,8 @@ def take_off(model: Module) -> None:
             budget.remove(module)
     for region in regions_in(model):
         region.remove()
+    for inner in inner_in(model):
+        inner.remove()
     for whole, adapter in models.adapters_in(model):
         adapter.remove(whole)
 
@@ -243,7 +249,7 @@ def snapshot(model: Module) -> Callable[[], None]:
     """
     modules = list(model.modules())
     adapters = models.adapters_in(model)
-    ours = [*regions_in(model), *(adapter for _, adapter in adapters)]
+    ours = [*regions_in(model), *inner_in(model), *(adapter for _, adapter in adapters)]
     places: list[dict[Any, Any]] = [vars(each) for each in (*modules, *ours)]
     places += [vars(module)[name] for module in modules for name in _HOOKS]
     before = [dict(place) for place in places]
@@ -314,7 +320,8 @@ class Handle:
         for name, module in model.named_modules():
             region = region_of(module)
             if region is not None:
-                found[name] = region.settings | ({} if region.offload is None else {"offload": region.offload})
+                place = {} if region.offload is None else {"offload": region.offload}
+                found[name] = region.settings | region.working_set | place
             elif module in of_layers:
                 found[name] = of_layers[module]
         return found

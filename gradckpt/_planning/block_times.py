@@ -26,8 +26,10 @@ from gradckpt._engine import torch_private as private
 from gradckpt._host_random import host_random
 from gradckpt._models import activity
 from gradckpt._models.caches import is_cache, snapshot
+from gradckpt._models.kinds import Tree
 from gradckpt._models.ranks import RankCheck
 from gradckpt._models.regions import Region, region_of
+from gradckpt._models.working_set import Inner, working_sets
 from gradckpt._planning.blocks import likeness
 from gradckpt._planning.options import KEEP, Option
 from gradckpt._planning.sharded import weights_in
@@ -130,7 +132,9 @@ def _measure(block: Module, options: Sequence[Option], args: Any, kwargs: Any) -
         for turn in range(1 + _MOST):
             for option in ordered:
                 rewind()
-                gradients, elapsed = _timed(block, calls[option], args, kwargs, upstream)
+                call, inner = calls[option]
+                with _installed(inner):
+                    gradients, elapsed = _timed(block, call, args, kwargs, upstream)
                 if turn:  # the first one warms up
                     seconds[option] = min(seconds[option], elapsed)
                 elif option == KEEP:
@@ -155,13 +159,24 @@ def _own_forward(block: Module) -> Callable[..., Any]:
     return vars(block).get("forward") or type(block).forward.__get__(block)  # type: ignore[no-any-return]
 
 
-def _caller(block: Module, option: Option, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _caller(block: Module, option: Option, forward: Callable[..., Any]) -> tuple[Callable[..., Any], list[Inner]]:
+    """Return the block in an option, and what has to be installed in it while it runs so."""
     settings = option.settings()
     if settings is None:
-        return forward
+        return forward, []
     place = settings.pop("offload", None)
     region = Region(block, settings, RankCheck("", {}), place)
-    return lambda *args, **kwargs: region.run(block, forward, args, kwargs)
+    inner = working_sets(Tree(block), {block: settings})
+    return lambda *args, **kwargs: region.run(block, forward, args, kwargs), inner
+
+
+@contextlib.contextmanager
+def _installed(inner: Sequence[Inner]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in inner:
+            each.install()
+            stack.callback(each.remove)
+        yield
 
 
 def _timed(

@@ -77,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shard", choices=SHARDS, help="what they divide among them")
     loss = "the model's own (default), or without all logits, as TRL, Liger or torch's linear_cross_entropy"
     add("--loss", choices=("model", *LOSSES), default="model", help=loss)
+    add("--tiles", type=_number, metavar="N", help="let MLPs run in so many tiles of the sequence, as tiles=N")
     add("--accumulate", action="store_true", help="gradients of earlier batches exist when the step begins")
     memory = "of one device: 24GiB, 24GB (which is 22.35 GiB) or bytes; --device knows cards"
     add("--memory", type=_size, metavar="SIZE", help=memory)
@@ -216,7 +217,13 @@ _Answer = tuple[dict[str, Any], str, int]
 def _compare(options: argparse.Namespace, source: ConfigModel, progress: Any) -> _Answer:
     """Answer which ready settings fit."""
     found = compare_source(
-        source, options.tokens, options.batch, memory=options.memory, device=options.device, progress=progress
+        source,
+        options.tokens,
+        options.batch,
+        memory=options.memory,
+        device=options.device,
+        tiles=options.tiles,
+        progress=progress,
     )
     fits = found.memory is None or any(row.fits for row in found.rows)
     return found.to_dict(), str(found), 0 if fits else 1
@@ -241,6 +248,7 @@ def _plan(
             device=options.device,
             offload=place,
             link=link,
+            tiles=options.tiles,
             progress=progress,
         )
     except NoPlan as error:

@@ -19,10 +19,11 @@ from gradckpt._planning.blocks import find_blocks
 from gradckpt._planning.config_steps import ConfigSteps
 from gradckpt._planning.devices import Device
 from gradckpt._planning.estimates import rates_of
-from gradckpt._planning.hints import IN_PYTHON, advice, as_flags
+from gradckpt._planning.hints import IN_PYTHON, TILES, Hints, advice, as_flags, with_tiles
 from gradckpt._planning.longest import longest
 from gradckpt._planning.needed_memory import held_blocks, memory_use
 from gradckpt._planning.progress import late_progress
+from gradckpt._planning.rows import Row, is_less, of_tiles, with_parts
 from gradckpt._planning.sharded import gradient_bytes, parameter_bytes, real_steps
 from gradckpt._planning.step_trace import (
     Peak,
@@ -31,7 +32,7 @@ from gradckpt._planning.step_trace import (
     side_by_side_on_paper,
     trace_step,
 )
-from gradckpt._settings import READY, Setting, quiet
+from gradckpt._settings import READY, Setting, in_parts, in_tiles, quiet
 from gradckpt._sizes import parse_bytes
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
@@ -63,41 +64,6 @@ _MANY = 30_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One setting. ``peak``: bytes above the start of the step, and where; ``total``: with what is
-    there during the whole step. ``at_most``: ``total`` if nearly all tokens choose the same
-    experts, None if sizes do not depend on that. ``needed``: bytes with which the allocator of the
-    device can run the larger of the two, None on a CPU and for real steps. ``longest``: tokens of
-    the longest sequence that fits, 0 if none does, None if unknown. ``seconds``: estimate for a
-    step. ``problem``: why there are no figures.
-    """
-
-    name: str
-    line: str
-    peak: Peak | None
-    total: int | None
-    at_most: int | None = None
-    fits: bool | None = None
-    longest: int | None = None
-    seconds: float | None = None
-    problem: str | None = None
-    needed: int | None = None
-
-    @property
-    def size(self) -> int | None:
-        """The bytes that have to fit."""
-        return next((size for size in (self.needed, self.at_most, self.total) if size is not None), None)
-
-    @property
-    def binds(self) -> str:
-        """What the largest part of the peak is, with its bytes."""
-        if self.peak is None:
-            return self.problem or ""
-        name, size = max(self.peak.parts.items(), key=lambda part: part[1])
-        return f"{self.peak.position}: {name} {format_bytes(size)}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Comparison:
     """What each setting needs; ``print(plan)`` shows a table.
 
@@ -111,7 +77,7 @@ class Comparison:
     memory: int | None
     about: tuple[str, ...]
     tokens: int | None = None
-    hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False)
+    hints: Hints = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False)
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of a setting."""
@@ -140,7 +106,14 @@ class Comparison:
         return "\n".join([self.verdict, "", *_table(self), "", *_lines(self), *about])
 
 
-def compare(model: Module, batch: Any, modules: Modules, memory: int | str | None, measure: bool) -> Comparison:
+def compare(
+    model: Module,
+    batch: Any,
+    modules: Modules,
+    memory: int | str | None,
+    measure: bool,
+    tiles: int | None = None,
+) -> Comparison:
     """Return what a step needs in each ready setting; :func:`gradckpt.plan` describes it."""
     limit = None if memory is None else parse_bytes(memory)
     run = step_of(model, batch)
@@ -150,16 +123,21 @@ def compare(model: Module, batch: Any, modules: Modules, memory: int | str | Non
         about.append("The lines take the same modules= as this plan.")
     fixed = fixed_bytes(model)
     rows: list[Row] = []
+    hints: Hints = IN_PYTHON
     keep = functools.cache(lambda: StateBeforePaper(model, batch))
     if not measure:
         try:
-            with alone(model), quiet():
-                trials = [
-                    functools.partial(_on_paper, model, setting, run, batch, blocks, modules, fixed, limit)
-                    for setting in READY
-                ]
-                with late_progress("planning") as progress:
-                    rows = side_by_side_on_paper(trials, keep, lambda number: progress(READY[number].name))
+            with alone(model), quiet(), late_progress("planning") as progress:
+
+                def rows_of(settings: Sequence[Setting]) -> list[Row]:
+                    trials = [
+                        functools.partial(_on_paper, model, setting, run, batch, blocks, modules, fixed, limit)
+                        for setting in settings
+                    ]
+                    return side_by_side_on_paper(trials, keep, lambda number: progress(settings[number].name))
+
+                rows = with_parts(rows_of, blocks, tiles)
+                hints = _hints(IN_PYTHON, rows_of, rows, tiles)
         except StepWrites:
             raise
         except Exception as error:
@@ -170,10 +148,35 @@ def compare(model: Module, batch: Any, modules: Modules, memory: int | str | Non
 
     def measured() -> list[Row]:
         with quiet(), real_steps(model):
-            return [_measured(model, setting, run, batch, modules, fixed, limit) for setting in READY]
+
+            def rows_of(settings: Sequence[Setting]) -> list[Row]:
+                return [_measured(model, setting, run, batch, modules, fixed, limit) for setting in settings]
+
+            return with_parts(rows_of, blocks, tiles)
 
     rows = rows or run_alone(model, measured)
-    return Comparison(tuple(rows), fixed, limit, tuple(about))
+    about += of_tiles(rows, tiles)
+    return Comparison(tuple(rows), fixed, limit, tuple(about), hints=hints)
+
+
+def _hints(
+    hints: Hints,
+    rows_of: Callable[[Sequence[Setting]], list[Row]],
+    rows: Sequence[Row],
+    tiles: int | None,
+) -> Hints:
+    """Return the hints of a comparison: tiles, if nothing fits and they would need less."""
+    known = [row for row in rows if row.peak is not None]
+    if tiles is not None or not known or any(row.fits for row in rows):
+        return hints
+    least = min(known, key=lambda row: row.size or 0)
+    settings = [each for ready in READY for each in (ready, in_parts(ready)) if each is not None]
+    tiled = next((in_tiles(each, TILES) for each in settings if each.name == least.name), None)
+    try:
+        helps = tiled is not None and is_less(rows_of([tiled])[0], least)
+    except Exception:  # the tokens do not divide, or it has no MLP
+        helps = False
+    return with_tiles(hints) if helps else hints
 
 
 def fixed_bytes(model: Module) -> dict[str, int]:
@@ -281,6 +284,7 @@ def compare_source(
     *,
     memory: int | None = None,
     device: Device | None = None,
+    tiles: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Return the plan of a :class:`gradckpt._planning.config_model.ConfigModel`."""
@@ -306,20 +310,27 @@ def compare_source(
             more["at_most"] = held + largest.peak().size
         needed = more["needed"] = needed_by(largest)
         if tokens is not None and limit is not None and first.operators < _MANY:
+            each = setting.options.get("tiles", 1)  # divides the tokens
 
             def needed_at(length: int) -> int:
-                return needed_by(trace(setting, length, first.data_dependent))
+                return needed_by(trace(setting, each * length, first.data_dependent))
 
-            more["longest"] = longest(tokens, needed, needed_at, held, limit, source.positions)
+            positions = source.positions and source.positions // each
+            found = longest(tokens // each, needed, needed_at, held, limit, positions)
+            more["longest"] = None if found is None else each * found
         return _row(setting, first.peak(), held, limit, **more)
 
-    trials = [functools.partial(row, each) for each in READY]
-    rows = side_by_side_on_paper(trials, None, lambda number: progress(READY[number].name))
-    about = list(source.about)
+    def rows_of(settings: Sequence[Setting]) -> list[Row]:
+        trials = [functools.partial(row, each) for each in settings]
+        return side_by_side_on_paper(trials, None, lambda number: progress(settings[number].name))
+
+    rows = with_parts(rows_of, steps.blocks, tiles)
+    hints = _hints(as_flags(source.flags, source.takes), rows_of, rows, tiles)
+    about = [*source.about, *of_tiles(rows, tiles)]
     if tokens is not None and limit is not None and any(each.longest is None for each in rows):
         why = "where a step has very many operators, or other lengths raise"
         about.append(f"The longest sequence is unknown {why}; try others with --tokens.")
-    return Comparison(tuple(rows), fixed, limit, tuple(about), tokens, as_flags(source.flags, source.takes))
+    return Comparison(tuple(rows), fixed, limit, tuple(about), tokens, hints)
 
 
 # ---- text ----

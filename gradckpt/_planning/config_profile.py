@@ -62,6 +62,7 @@ class ConfigProfile(StepProfile):
         rates: Of the device that times are estimated for.
         progress: Is told what is being computed.
         placement: Where payloads may live, or None: on their device.
+        tiles: In how many tiles MLPs may run, or None.
 
     Raises:
         NotOnPaper: The step asks for values.
@@ -80,13 +81,15 @@ class ConfigProfile(StepProfile):
         rates: Rates,
         progress: Callable[[str], None] = lambda text: None,
         placement: Placement | None = None,
+        tiles: int | None = None,
     ) -> None:
         self._tokens, self._progress = tokens, progress
         self._rates = rates
         self.hints = as_flags(source.flags, source.takes)
         self._steps = ConfigSteps(source, tokens, batch)
         offload = None if placement is None else placement.offload
-        super().__init__(source.model, self._steps.blocks, allowed(compress, False, offload), placement)
+        blocks = self._steps.blocks
+        super().__init__(source.model, blocks, allowed(compress, False, offload, blocks, tiles), placement)
         self.device_blocks = held_blocks(source.model, {**source.fixed, **source.extra})
         self.costs = _Estimates(self, rates)
         self.step_seconds = rates.of_step(self.traces[RECOMPUTE])
@@ -113,6 +116,7 @@ def plan_source(
     device: Device | None = None,
     offload: Offload | None = None,
     link: Link | None = None,
+    tiles: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Return the fastest plan of a :class:`gradckpt._planning.config_model.ConfigModel` within a
@@ -130,7 +134,7 @@ def plan_source(
         found = link_of_device(rated, offload.place) if link is None else link
         placement = Placement(offload, found, False, offload.host_bytes() if known else None)
     profile = ConfigProfile(
-        source, tokens, batch, compress=compress, rates=rates, progress=progress, placement=placement
+        source, tokens, batch, compress=compress, rates=rates, progress=progress, placement=placement, tiles=tiles
     )
     fixed = {**source.fixed, **source.extra}
     chosen = profile.fastest(profile.chain(), budget, fixed)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.places import place_of
+from gradckpt._models.rules import check_tiles
 from gradckpt._models.switch import BUDGET, enable, take_off
 from gradckpt._models.weak import WeakModule
 from gradckpt._offload import OffloadLike, parse_offload
@@ -49,7 +50,7 @@ logger = logging.getLogger("gradckpt")
 class LiveBudget:
     """The plan of a model for a budget, from its first training call on.
 
-    ``budget``, ``compress``, ``optimizer``, ``offload``: as for :func:`gradckpt.plan`.
+    ``budget``, ``compress``, ``optimizer``, ``offload``, ``tiles``: as for :func:`gradckpt.plan`.
     ``modules``: as for :func:`gradckpt.enable`. ``plan``: the present one; None until the first
     call.
     """
@@ -58,9 +59,18 @@ class LiveBudget:
     _busy = False  # a plan is being made
 
     def __init__(
-        self, model: Module, budget: Any, compress: Any, modules: Any, optimizer: Any, offload: OffloadLike = None
+        self,
+        model: Module,
+        budget: Any,
+        compress: Any,
+        modules: Any,
+        optimizer: Any,
+        offload: OffloadLike = None,
+        tiles: int | None = None,
     ) -> None:
-        self.budget, self.compress, self.offload = budget, compress, parse_offload(offload)
+        self.budget, self.compress, self.offload, self.tiles = budget, compress, parse_offload(offload), tiles
+        if tiles is not None:
+            check_tiles(tiles)
         place_of(self.offload)  # its errors are said now
         self._step_only = parse_budget(budget, device_of(model)).step_only
         refuse_compiled(model)
@@ -91,7 +101,7 @@ class LiveBudget:
         self._known = {"gradients": 0, "reductions": 0, "states": 0, "outputs": 0}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("budget", "compress", "offload", "_blocks", "_counts_optimizer", "_step_only", "plan")
+        kept = ("budget", "compress", "offload", "tiles", "_blocks", "_counts_optimizer", "_step_only", "plan")
         return {key: vars(self)[key] for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -106,7 +116,7 @@ class LiveBudget:
 
     def is_same(self, other: LiveBudget) -> bool:
         """Return whether both plan the same modules for the same budget."""
-        mine, others = ((each.budget, each.compress, each.offload, each.modules) for each in (self, other))
+        mine, others = ((x.budget, x.compress, x.offload, x.tiles, x.modules) for x in (self, other))
         return mine == others
 
     # ---- on the model
@@ -313,6 +323,7 @@ class LiveBudget:
                     compress=self.compress,
                     optimizer=optimizer,
                     placement=self._placement,
+                    tiles=self.tiles,
                 )
         except NotOnPaper as reason:
             raise ValueError(

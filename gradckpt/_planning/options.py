@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from torch.nn import Module
 
 from gradckpt import _C
 from gradckpt._codec_names import resolve_codec
 from gradckpt._config import CompressionConfig, parse_compress
 from gradckpt._engine.saved_tensors import compress_saved
-from gradckpt._models.rules import Settings, parse_options
+from gradckpt._models.rules import OF_MODULES, Settings, parse_options
+from gradckpt._models.working_set import have_parts
 from gradckpt._offload import Offload, parse_offload, plain_data
 
-__all__ = ["KEEP", "RECOMPUTE", "Option", "allowed", "find_option"]
+__all__ = ["KEEP", "RECOMPUTE", "Option", "allowed", "find_option", "in_tiles"]
 
 #: Of policies: those that keep least first.
 _POLICIES = ("save_attention", "every_other_matmul", "save_matmuls", "save_attention|save_matmuls")
@@ -39,7 +42,7 @@ class Option:
         """Return the keywords of :func:`gradckpt.checkpoint`; None: the region stays as it is."""
         if self.rule == "skip":
             return None
-        return parse_options(self.rule, {}, ("recompute", "offload"))
+        return parse_options(self.rule, {}, OF_MODULES)
 
     @property
     def place(self) -> Offload | None:
@@ -55,6 +58,11 @@ class Option:
     def recomputes(self) -> bool:
         """False: what autograd saves is kept."""
         return not isinstance(self.rule, str) and bool(self.rule.get("recompute", True))
+
+    @property
+    def in_parts(self) -> bool:
+        """True if regions are recomputed in parts."""
+        return not isinstance(self.rule, str) and "parts" in self.rule
 
     @property
     def encodes(self) -> bool:
@@ -102,12 +110,29 @@ def _offloaded(option: Option, place: Mapping[str, Any]) -> Option:
     return Option(f"{option.name}{_OFFLOADED}", {**rule, "offload": dict(place)}, option.codec)
 
 
-def allowed(compress: Any, error: bool, offload: Offload | None = None) -> list[Option]:
+def _in_parts(option: Option, form: str = "sequential") -> Option:
+    name = f"{option.name} in parts" if form == "sequential" else f"{option.name} (parts {form})"
+    return Option(name, {**option.rule, "parts": form}, option.codec)
+
+
+def in_tiles(option: Option, tiles: int) -> Option:
+    """Return the same with MLPs in so many tiles."""
+    return Option(f"{option.name}, {tiles} tiles", {**option.rule, "tiles": tiles}, option.codec)
+
+
+def allowed(
+    compress: Any,
+    error: bool,
+    offload: Offload | None = None,
+    blocks: Sequence[Module] = (),
+    tiles: int | None = None,
+) -> list[Option]:
     """Return the options that a plan may choose from, in a fixed order.
 
     ``compress``: the codec or codecs that the user permits; ``None``: exact options alone, or with
     an ``error`` budget the codecs int8, int6 and int4. ``offload``: the place that payloads may
-    have.
+    have. ``blocks``: the regions, which may be recomputed in parts if all of them have some.
+    ``tiles``: in how many tiles their MLPs may run.
 
     Raises:
         ValueError, TypeError: A codec is unknown or not for activations.
@@ -117,6 +142,12 @@ def allowed(compress: Any, error: bool, offload: Offload | None = None) -> list[
     found += [_recompute(None, policy) for policy in _POLICIES]
     for codec in codecs:
         found += [_compress(codec), _recompute(codec), _recompute(codec, f"save_matmuls:{codec}")]
+    whole = [RECOMPUTE, _recompute("lossless"), *map(_recompute, codecs)]
+    has_parts = have_parts(blocks)
+    in_parts = [_in_parts(option) for option in whole] if has_parts else []
+    found += in_parts + ([_in_parts(RECOMPUTE, "kept")] if has_parts else [])
+    if tiles is not None:
+        found += [in_tiles(option, tiles) for option in (*whole, *in_parts)]
     if offload is not None:
         plain = [KEEP, RECOMPUTE, _compress("lossless")]
         plain += [make(codec) for codec in codecs for make in (_compress, _recompute)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch.nn import Module
 
+from gradckpt._models.rules import check_tiles
 from gradckpt._models.switch import UNSET, Modules, Unset, check_model
 from gradckpt._offload import OffloadLike, parse_offload
 from gradckpt._planning.agreement import agreed
@@ -31,7 +32,13 @@ if TYPE_CHECKING:  # typing keeps overloads that it meets at run time
 
     @overload
     def plan(
-        model: Module, batch: Any, *, modules: Modules = None, memory: int | str | None = None, measure: bool = False
+        model: Module,
+        batch: Any,
+        *,
+        modules: Modules = None,
+        memory: int | str | None = None,
+        measure: bool = False,
+        tiles: int | None = None,
     ) -> Comparison: ...
 
     @overload
@@ -47,6 +54,7 @@ if TYPE_CHECKING:  # typing keeps overloads that it meets at run time
         profile: Plan | str | os.PathLike[str] | None = None,
         offload: OffloadLike = None,
         link: float | str | None = None,
+        tiles: int | None = None,
     ) -> Plan: ...
 
 
@@ -64,6 +72,7 @@ def plan(
     profile: Plan | str | os.PathLike[str] | None = None,
     offload: OffloadLike = None,
     link: float | str | None = None,
+    tiles: int | None = None,
 ) -> Comparison | Plan:
     """Compute the memory that a training step of a model needs in each ready setting; or with
     ``budget``, choose an option for each region so that the step stays within it.
@@ -104,6 +113,8 @@ def plan(
             host memory of tensors that are on the CPU, counts in the budget.
         link: The rate of the link to that place in GB/s, or ``"pcie4"``, ``"pcie5"``,
             ``"nvlink-c2c"`` or ``"nvme"``. ``None``: it is measured.
+        tiles: Permits that MLPs run in so many tiles of the sequence, as for
+            :func:`gradckpt.enable`.
 
     Returns:
         Without ``budget``, a table of settings to be printed. With it, a :class:`gradckpt.Plan`:
@@ -118,6 +129,8 @@ def plan(
     if not model.training:
         raise ValueError("gradckpt: plan() needs a model in training mode; call model.train() first")
     refuse_shards(model)
+    if tiles is not None:
+        check_tiles(tiles)
     if isinstance(budget, Unset):
         others = {"compress": compress, "error": error, "optimizer": optimizer, "profile": profile}
         others |= {"offload": offload, "link": link}
@@ -125,7 +138,7 @@ def plan(
             if value is not None:
                 raise ValueError(f'gradckpt: {name}= needs budget=; pass one, as in budget="60GiB"')
         whole = unwrapped(model) if modules is None else model
-        return compare(whole, batch, modules, memory, measure)
+        return compare(whole, batch, modules, memory, measure, tiles)
     if memory is not None or measure:
         name = "memory" if memory is not None else "measure"
         raise ValueError(f"gradckpt: budget= and {name}= exclude each other; leave {name}= out")
@@ -156,6 +169,7 @@ def plan(
                 limits_error=error is not None,
                 optimizer=optimizer,
                 placement=placement,
+                tiles=tiles,
             )
         except NotOnPaper as reason:
             raise ValueError(

@@ -71,6 +71,7 @@ class Profile(StepProfile):
         limits_error: Plans will have an error budget, which permits lossy codecs.
         optimizer: The optimizer that counts, or None.
         placement: Where payloads may live, or None: on their device.
+        tiles: In how many tiles MLPs may run, or None.
 
     ``fixed``: the bytes that are there during the whole step, by name, as they are now.
 
@@ -92,6 +93,7 @@ class Profile(StepProfile):
         limits_error: bool = False,
         optimizer: Any = None,
         placement: Placement | None = None,
+        tiles: int | None = None,
     ) -> None:
         self._step = run
         self._batch = batch
@@ -113,7 +115,7 @@ class Profile(StepProfile):
             blocks = regions_to_plan(model, modules)
         refuse_shards(model, blocks)
         offload = None if placement is None else placement.offload
-        super().__init__(model, blocks, allowed(compress, limits_error, offload), placement)
+        super().__init__(model, blocks, allowed(compress, limits_error, offload, blocks, tiles), placement)
         self._before = None
         self._count(optimizer)
 

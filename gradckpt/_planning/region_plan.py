@@ -14,7 +14,7 @@ from typing import Any
 from torch.nn import Module
 
 from gradckpt._models.switch import BUDGET, Handle, NothingToDo, disable, enable
-from gradckpt._planning.hints import IN_PYTHON, advice
+from gradckpt._planning.hints import IN_PYTHON, Hints, advice, is_smallest, with_a_smaller_budget
 from gradckpt._planning.links import Link
 from gradckpt._planning.options import KEEP, Option
 from gradckpt._planning.plan_reader import SIGNED, UNBOUNDED, damaged, read_record
@@ -116,7 +116,7 @@ class Plan:
     outside: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False)
     profile: SavedProfile | None = dataclasses.field(default=None, repr=False)
     offloaded: Offloaded | None = None
-    hints: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False, compare=False)
+    hints: Hints = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False, compare=False)
 
     # ---- use
 
@@ -286,9 +286,11 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [self.verdict, "", *_table(self.regions), ""]
-        if not self.is_plain:
-            lines.append(advice(self.binds, self.fixed, self.hints))
         held = sum(self.fixed.values())
+        if not self.is_plain:
+            is_least = is_smallest(self.smallest_budget - held, self.peak - held)
+            hints = self.hints if is_least else with_a_smaller_budget(self.hints)
+            lines.append(advice(self.binds, self.fixed, hints))
         smallest = format_bytes(self.smallest_budget)
         if self.budget_text.startswith("activations:"):
             smallest += f", of which the step adds {format_bytes(self.smallest_budget - held)}"

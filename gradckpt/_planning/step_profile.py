@@ -15,10 +15,10 @@ from gradckpt._planning.budget import Budget
 from gradckpt._planning.chain import Chain
 from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose, smallest
 from gradckpt._planning.front import PRICES, front_of
-from gradckpt._planning.hints import IN_PYTHON, advice
+from gradckpt._planning.hints import IN_PYTHON, LESS, TILES, Hints, advice, is_smallest, with_tiles
 from gradckpt._planning.needed_memory import memory_use
 from gradckpt._planning.no_plan import NoPlan
-from gradckpt._planning.options import KEEP, RECOMPUTE, Option
+from gradckpt._planning.options import KEEP, RECOMPUTE, Option, in_tiles
 from gradckpt._planning.placement import Call, Placement, placed_by_block
 from gradckpt._planning.region_plan import Offloaded, Plan, PlannedRegion, digest_of, outside_of
 from gradckpt._planning.sharded import class_of, named_modules, parameters_before
@@ -66,7 +66,7 @@ class StepProfile(StepTraces):
     #: What is there during the whole step of a device, block by block; None on the CPU, where the
     #: peak is what a step needs.
     device_blocks: Sequence[int] | None = None
-    hints: Mapping[str, Sequence[str]] = IN_PYTHON
+    hints: Hints = IN_PYTHON
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class StepProfile(StepTraces):
         self.model = model
         self.options = list(options)
         self._names = {id(module): name for name, module in named_modules(model).items()}
-        self._trace_each(self.options)
+        self.options = self._trace_each(self.options)
         self.traces = {option: self.trace([option] * len(self.blocks)) for option in self.options}
         self.options = self._distinct()
         self.traces = {option: self.traces[option] for option in self.options}
@@ -372,8 +372,20 @@ class StepProfile(StepTraces):
         """
         peak = trace.peak()
         size = (self.size_of(trace) if needed is None else needed) + budget.size - self.limit(budget, fixed)
-        hint = advice(peak, {} if budget.step_only else fixed, self.hints)
+        hint = advice(peak, {} if budget.step_only else fixed, self._hints(choice, self.size_of(trace)))
         return NoPlan.within(budget, size, choice, f"{hint} {'' if trace.placed else self._useless(peak)}".rstrip())
+
+    def _hints(self, choice: Choice, size: int) -> Hints:
+        """Return what lowers the peak of the smallest choice, which needs so many bytes."""
+        options = self.of_choice(choice)
+        tiled = [in_tiles(option, TILES) if option.recomputes else option for option in options]
+        if any("tiles" in each.rule for each in self.options if each.rule != KEEP.rule) or tiled == options:
+            return self.hints
+        try:
+            helps = self.size_of(self.largest_of(tiled)) < (1 - LESS) * size
+        except Exception:  # the tokens do not divide, or there is no MLP
+            helps = False
+        return with_tiles(self.hints) if helps else self.hints
 
     def _useless(self, peak: Peak) -> str:
         """Return why offload lowers no plan, whose peak is this one; or nothing."""
@@ -411,6 +423,9 @@ class StepProfile(StepTraces):
         if chosen.trace.data_dependent:
             peak, at_most = self.trace(options).peak().size + chosen.excess + held + ring, peak
             about = [*about, "Times are for equally used experts; the budget is kept whatever tokens choose."]
+        hints = self.hints
+        if is_smallest(chosen.smallest[0], chosen.peak):
+            hints = self._hints(chosen.choice, chosen.peak)
         return Plan(
             model=class_of(self.model).__name__,
             regions=tuple(self._planned(options)),
@@ -432,7 +447,7 @@ class StepProfile(StepTraces):
             at_most=at_most,
             needed=needed,
             outside=outside_of(self.model, self.blocks),
-            hints=self.hints,
+            hints=hints,
             offloaded=self._offloaded(chosen, budget, fixed),
         )
 

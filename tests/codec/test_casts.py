@@ -57,6 +57,7 @@ def with_signs(magnitudes):
 # ---- values ----
 
 
+@pytest.mark.soak
 def test_every_bfloat16_and_what_lies_between(same):
     """Each pattern, the middle to the next, and their neighbours; NaN apart,
     up to the last that fits."""

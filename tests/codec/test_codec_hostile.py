@@ -122,8 +122,12 @@ class Sparse:
         self.address = self.bytes.ctypes.data
 
 
-#: Blocks of `sparse_int8` begin where those before them end.
-OF_UNITS = [codec for codec in gradckpt.codecs.names() if codec != "sparse_int8"]
+#: One of each kind; make soak has the rest. Blocks of `sparse_int8` begin where others end.
+OF_UNITS = [
+    codec if codec in ("bf16", "int8", "lossless") else pytest.param(codec, marks=pytest.mark.soak)
+    for codec in gradckpt.codecs.names()
+    if codec != "sparse_int8"
+]
 
 
 @pytest.mark.parametrize("codec", OF_UNITS)

@@ -271,6 +271,7 @@ def test_device_strides(same, dtype, layout):
     same(bits, dtype, rooms(bits)[0], layout=Layout(bits.size, dtype, 1, sizes, strides))
 
 
+@pytest.mark.soak
 def test_many_blocks_on_the_device(same):
     """More than one round of the kernel that finds the places."""
     bits = np.zeros(4096 * 4099, np.uint16)

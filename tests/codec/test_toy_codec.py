@@ -50,6 +50,7 @@ def tree(tmp_path_factory):
     return run
 
 
+@pytest.mark.soak
 def test_the_tests_over_all_codecs_pass(tree):
     said = tree("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak", "-k", "planes or int4_plain", *TESTS)
     assert " passed" in said

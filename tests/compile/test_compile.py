@@ -76,6 +76,7 @@ def test_torchs_own_backends(backend):
         "compiled_tensors": LAYERS,
         "compiled_bytes_in": LAYERS * NUMEL * 4,
         "compiled_bytes_out": LAYERS * nbytes,
+        "compiled_uncompressed": {},
     }
 
 

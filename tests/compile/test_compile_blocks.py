@@ -43,7 +43,7 @@ def test_everyday(name, setting):
     if name not in BLOCKS:
         pytest.skip("diffusers is not installed")
     payloads = check(name, setting, "passes")
-    none = setting == "recompute=False" or (setting.startswith("save") and ASKS_POLICIES_BEFORE)
+    none = setting.startswith("save") and ASKS_POLICIES_BEFORE
     assert (payloads > 0) == (not none)
 
 

@@ -41,8 +41,14 @@ def step(model, function=None):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("way", ["enable first", "compile first", "in place"])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param(family, way, marks=[pytest.mark.soak] if family != "llama" and way != "in place" else [])
+        for family in MODELS
+        for way in ("enable first", "compile first", "in place")
+    ],
+)
 def test_an_enabled_model_is_one_graph(family, way):
     model, graphs = build(family), Graphs()
     exact = step(build(family))

@@ -4,7 +4,7 @@ import pytest
 import stream_programs
 import virtual_device
 
-PROGRAMS = 300
+PROGRAMS = 150
 IGNORED = (
     "ignore:.*compression costs memory",
     "ignore:The AccumulateGrad node's stream",

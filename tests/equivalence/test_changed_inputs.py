@@ -75,20 +75,6 @@ def test_changed_input_that_is_not_positional_goes_unnoticed(run, how):
 
 
 @behaviour
-def test_changed_input_of_a_nested_region(run):
-    def outer(t):
-        u = t.tanh()
-        y = run.checkpoint(run.watched(lambda v: v.sin().exp(), "inner"), u)
-        u.mul_(2)
-        return y.cos() + u
-
-    x = leaf(4)
-    y = run.checkpoint(run.watched(outer, "outer"), x)
-    y.sum().backward()
-    return x.grad
-
-
-@behaviour
 def test_changed_input_of_a_nested_region_when_the_parent_is_no_region(run):
     x = leaf(4)
     u = x.tanh()

@@ -28,7 +28,6 @@ DIFFERENCES = (
             # What does not change values: .grad, and flags that torch lets pass.
             "test_changed_input": "[^-]*-(?!grad-|detach_-(no grad|view of one)|requires_grad_-(non|view)).*",
             "test_changed_input_that_is_not_positional_goes_unnoticed": ".*-(keyword|container)",
-            "test_changed_input_of_a_nested_region": ALL,
             "test_changed_input_of_a_nested_region_when_the_parent_is_no_region": ALL,
             "test_changed_input_under_anomaly_mode": ALL,
             "test_input_changed_by_the_function_itself": ALL,

@@ -3,6 +3,7 @@ copies of its handle."""
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import logging
@@ -36,6 +37,15 @@ class Block(nn.Module):
 
 class Other(Block):
     pass
+
+
+class WithParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x):
+        return self.second(self.first(x))
 
 
 def net(*kinds):
@@ -162,6 +172,8 @@ VALUES = {
     "policy": "save_matmuls",
     "recompute": False,
     "offload": True,
+    "parts": "sequential",
+    "tiles": 4,
     "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext()),
     "preserve_rng_state": False,
     "determinism_check": "none",
@@ -195,7 +207,7 @@ def test_the_values_are_of_all_keywords():
 def test_every_pair_of_keywords(door):
     """Works, or is refused in one sentence: where the docs say so, and nowhere else."""
     refused = {pair for pair, said in documented().items() if said.startswith("`ValueError`")}
-    make, modules = (net, Block) if door == "own" else (llama, "*.mlp")
+    make, modules = (functools.partial(net, *4 * [WithParts]), WithParts) if door == "own" else (llama, "layer")
     for pair in map(frozenset, itertools.combinations(VALUES, 2)):
         model = make()
         keywords = {key: modules if key == "modules" else VALUES[key] for key in pair}
@@ -229,6 +241,8 @@ def test_every_pair_of_keywords(door):
                 "buffers",
                 "offload",
                 "recompute",
+                "parts",
+                "tiles",
             }:
                 assert settings[key] == (gradckpt.Offload() if key == "offload" else VALUES[key]), pair
             assert ("context_fn" in settings) == bool({"policy", "context_fn"} & pair), pair

@@ -40,9 +40,10 @@ SMALL = {
     "bench_overhead": [""],
     "bench_plan": [""],
     "bench_planner": ["", "ways --peers"],
-    "bench_saved": ["", "--host"],
+    "bench_saved": ["", "--host", "--functions"],
     "bench_sharing": [""],
     "bench_training": [""],
+    "bench_working_set": ["parts", "tiles", "budgets"],
 }
 #: What runs in a test file of its own, dry or small.
 ELSEWHERE = {
@@ -164,6 +165,12 @@ def nothing_enabled(patch):
     import bench_compile
 
     patch.setitem(bench_compile.KINDS, "int8", lambda model: None)
+
+
+def functions_stay_exact(patch):
+    import fused_functions
+
+    patch.setattr(fused_functions, "compress_saved", lambda config: lambda function: function)
 
 
 def nothing_saved(patch):
@@ -393,6 +400,29 @@ def a_store_that_beats_the_disk(patch):
     patch.setattr(bench_disk.Saved, "directions", lambda self: (bench_disk.Moved(2**40, 1.0),) * 2)
 
 
+def steps_that_keep_more(patch):
+    import budget_models
+
+    peak = budget_models.Case.peak
+    patch.setattr(budget_models.Case, "peak", lambda case, setting: 2 * peak(case, setting))
+
+
+def no_tiles(patch):
+    enable = gradckpt.enable
+    patch.setattr(gradckpt, "enable", lambda model, compress, *, tiles=None, **k: enable(model, compress, **k))
+
+
+def parts_raise_budgets(patch):
+    import budget_models
+
+    plan, sizes = budget_models.Case.plan, iter((2**20, 2**21))
+    patch.setattr(
+        budget_models.Case,
+        "plan",
+        lambda *args, **k: dataclasses.replace(plan(*args, **k), smallest_budget=next(sizes), fixed={}),
+    )
+
+
 def demo_takes_no_time(patch):
     import train_llama
 
@@ -454,6 +484,7 @@ BROKEN = [
     ("bench_saved", "", another_codec_saves, "by plain autograd"),
     ("bench_saved", "", no_time, WRONG),
     ("bench_saved", "--host", no_time, WRONG),
+    ("bench_saved", "--functions", functions_stay_exact, "int8 and what stays exact"),
     ("bench_selective", "", other_policy, "arithmetic says"),
     ("bench_selective", "", no_time, WRONG),
     ("bench_sharing", "", nothing_compressed, "nothing was compressed"),
@@ -461,6 +492,11 @@ BROKEN = [
     ("bench_training", "", exact_ways_round, "differ from those of exact"),
     ("bench_training", "", no_way_enables, "nothing differs from exact"),
     ("bench_training", "", each_run_has_its_own_weights, "differ from those of exact"),
+    ("bench_working_set", "parts", steps_that_keep_more, "what a plan promises"),
+    ("bench_working_set", "parts", no_time, WRONG),
+    ("bench_working_set", "tiles", no_tiles, "16 tiles"),
+    ("bench_working_set", "tiles", no_time, WRONG),
+    ("bench_working_set", "budgets", parts_raise_budgets, "that without"),
     ("train_llama", DEMO, demo_takes_no_time, "no step is faster"),
     ("train_llama", DEMO, demo_compresses_nothing, "gradients differ"),
 ]

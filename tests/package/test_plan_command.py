@@ -10,7 +10,7 @@ import transformers
 from plan_shapes import SHAPE_8B, SHAPE_70B, TINY
 
 from gradckpt.__main__ import main
-from gradckpt._planning import comparison as planning
+from gradckpt._planning import rows
 from gradckpt._planning.devices import DEVICES
 from gradckpt._settings import READY
 
@@ -51,7 +51,7 @@ def run(capsys):
 
 @pytest.fixture
 def only_int8(monkeypatch):
-    monkeypatch.setattr(planning, "READY", (READY[2],))
+    monkeypatch.setattr(rows, "READY", (READY[2],))
 
 
 # ---- usage
@@ -141,15 +141,22 @@ def test_sizes_of_memory(run, tiny, only_int8, size, number):
     assert (status, json.loads(text)["memory"]) == (0, number)
 
 
-def test_a_device_has_a_memory_and_a_speed(run, tiny, only_int8):
+def test_a_device_has_a_memory_and_a_speed(run, tiny, write, only_int8):
     status, text, _ = run(tiny, "--tokens", "1_024", "--device", "4090", "--json")
     data = json.loads(text)
     assert (status, data["tokens"]) == (0, 1024)
     assert 23 * GIB < data["memory"] < 24 * GIB
-    (row,) = data["rows"]
-    assert row["seconds"] > 0
-    assert row["longest"] > 1024
+    row, in_parts = data["rows"]
+    assert (row["name"], in_parts["name"]) == ("int8", "int8 in parts")
+    assert in_parts["seconds"] > row["seconds"] > 0
+    assert min(in_parts["longest"], row["longest"]) > 1024
     assert row["fits"] is True
+    wide = write(transformers.LlamaConfig(**{**TINY, "intermediate_size": 2048}))
+    status, text, _ = run(wide, "--tokens", 16_384, "--device", "4090", "--tiles", 16, "--loss", "liger", "--json")
+    tiled = json.loads(text)["rows"][-1]
+    assert tiled["name"].endswith(", 16 tiles")
+    assert tiled["longest"] > 16_384
+    assert tiled["longest"] % 16 == 0
 
 
 def test_statuses(run, tiny):
@@ -193,7 +200,7 @@ def test_the_same_twice(run, tiny, only_int8):
 def test_8_billion_parameters_at_32768_tokens(run, write, only_int8, given, gib, position):
     path = write(transformers.LlamaConfig(**SHAPE_8B, max_position_embeddings=131072))
     status, text, _ = run(path, "--tokens", 32768, "--lora", "r=16", "--memory", "24GiB", "--json", *given)
-    (row,) = json.loads(text)["rows"]
+    row = json.loads(text)["rows"][0]
     assert row["total"] / GIB == pytest.approx(gib, rel=0.01)
     assert row["peak"]["position"] == position
     assert status == (0 if gib < 24 else 1)

@@ -33,6 +33,7 @@ these_versions = pytest.mark.skipif(
 )
 
 
+@pytest.mark.timeout(1500)  # docs/decide.md plans a dozen models
 @these_versions
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_show_what_the_command_prints(page, tmp_path):

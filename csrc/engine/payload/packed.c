@@ -51,12 +51,15 @@ int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter)
     return PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
+/* 1 when a tensor that stays uncompressed for this reason could have been compressed. */
+static int could_be_compressed(int reason) { return reason != GCK_SKIP_NO_GRAD && reason != GCK_SKIP_LEAF; }
+
 int gck_count_uncompressed(gck_state *state, PyObject *x, int reason)
 {
     gck_stats *s = &state->stats;
 
     s->uncompressed[reason]++;
-    if (reason == GCK_SKIP_NO_GRAD || reason == GCK_SKIP_LEAF) {
+    if (!could_be_compressed(reason)) {
         return 0;
     }
     s->eligible++;
@@ -65,11 +68,16 @@ int gck_count_uncompressed(gck_state *state, PyObject *x, int reason)
 
 void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason)
 {
-    const int counts = reason != GCK_SKIP_NO_GRAD && reason != GCK_SKIP_LEAF;
-
     state->stats.uncompressed[reason]++;
-    state->stats.eligible += counts;
-    state->stats.uncompressed_bytes += counts ? nbytes : 0;
+    state->stats.eligible += could_be_compressed(reason);
+    state->stats.uncompressed_bytes += could_be_compressed(reason) ? nbytes : 0;
+}
+
+void gck_uncount_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason)
+{
+    state->stats.uncompressed[reason]--;
+    state->stats.eligible -= could_be_compressed(reason);
+    state->stats.uncompressed_bytes -= could_be_compressed(reason) ? nbytes : 0;
 }
 
 /* Store in *forward what the forward gets in place of x.  0 or -1. */

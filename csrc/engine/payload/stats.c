@@ -57,7 +57,8 @@ PyObject *gck_stats_py(PyObject *module, PyObject *unused)
     gck_state *state = gck_state_of(module);
     const gck_stats *s = &state->stats;
     PyObject *dict = PyDict_New(), *uncompressed = PyDict_New(), *codecs = PyDict_New();
-    int status = dict == NULL || uncompressed == NULL || codecs == NULL ? -1 : 0;
+    PyObject *functions = state->unknown_functions != NULL ? PyDict_Copy(state->unknown_functions) : PyDict_New();
+    int status = dict == NULL || uncompressed == NULL || codecs == NULL || functions == NULL ? -1 : 0;
 
     (void)unused;
     gck_payload_overflow_poll(state);
@@ -71,9 +72,11 @@ PyObject *gck_stats_py(PyObject *module, PyObject *unused)
         status = s->codecs[i] ? set_counter(codecs, gck_codec_at(i)->name, s->codecs[i]) : 0;
     }
     if (status < 0 || PyDict_SetItemString(dict, "uncompressed", uncompressed) < 0
-        || PyDict_SetItemString(dict, "codecs", codecs) < 0) {
+        || PyDict_SetItemString(dict, "codecs", codecs) < 0
+        || PyDict_SetItemString(dict, "exact_functions", functions) < 0) {
         Py_CLEAR(dict);
     }
+    Py_XDECREF(functions);
     Py_XDECREF(uncompressed);
     Py_XDECREF(codecs);
     return dict;
@@ -90,6 +93,7 @@ PyObject *gck_reset_stats_py(PyObject *module, PyObject *unused)
                                .replay_bytes = s->replay_bytes, .peak_bytes = s->live_bytes + s->replay_bytes};
     state->last_step = state->watched_task = -1;
     state->epoch++;
+    Py_CLEAR(state->unknown_functions);
     Py_RETURN_NONE;
 }
 

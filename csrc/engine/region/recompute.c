@@ -4,6 +4,7 @@
 
 #include "torch/calls.h"
 #include "torch/error.h"
+#include "torch/input.h"
 #include "torch/objects.h"
 #include "engine/innermost_hooks.h"
 #include "engine/state.h"
@@ -90,6 +91,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     /* where arguments are laid out anew, operators on them may differ too: nothing is known */
     gck_origin *origins = self->run != NULL && !self->run->laid_anew ? self->origins : NULL;
     PyObject *value = NULL;
+    int64_t version = GCK_NO_VERSION;
     int grad = 0, status = 0;
 
     if (self->frame != NULL && origins != NULL) {
@@ -103,7 +105,8 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
         value = grad ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : Py_NewRef(x);
     }
     if (value != NULL && self->frame != NULL
-        && gck_samples_restored(&self->frame->samples, self->table->counter, value) < 0) {
+        && (gck_version_of(py, value, &version) < 0
+            || gck_samples_restored(&self->frame->samples, self->table->counter, value) < 0)) {
         Py_CLEAR(value);
     }
     gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
@@ -138,6 +141,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     }
     if (frame->slots[index].holder != NULL) {           /* else that part of the graph is already freed */
         table->values[index] = Py_NewRef(value);
+        table->versions[index] = version;
         table->left++;
     }
     if (frame->early_stop && table->counter == table->size) {
@@ -209,6 +213,25 @@ static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, P
     return 0;
 }
 
+/* Find what was changed in place after it was packed: a recompute hands it over as it is at the end.  Before
+ * statistics of norms are put back, which changes them.  0 or -1. */
+static int find_overwritten(const gck_frame *frame, const gck_recomputed *table)
+{
+    int status = 0;
+
+    for (Py_ssize_t i = 0; i < table->size && table->values != NULL && status == 0; i++) {
+        PyObject *value = Py_XNewRef(table->values[i]);      /* reading a subclass runs Python */
+        int64_t now = GCK_NO_VERSION;
+        if (value != NULL && table->versions[i] >= 0
+            && (status = gck_version_of(&frame->state->py, value, &now)) == 0 && now >= 0
+            && now != table->versions[i]) {
+            table->versions[i] = GCK_OVERWRITTEN;
+        }
+        Py_XDECREF(value);
+    }
+    return status;
+}
+
 /* Run one recompute into `table`, with ambient state and grad mode as in the forward.  origins: where
  * what it saves comes from, out; NULL: they are not compared. */
 static int fill(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
@@ -234,6 +257,9 @@ static int fill(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
         goto exit;
     }
     result = run_function(frame, self, args, kwargs);
+    if (result == 0) {
+        result = find_overwritten(frame, table);
+    }
     if (gck_recompute_env_end(frame, &env) < 0) {
         result = -1;
     }
@@ -402,6 +428,12 @@ static PyObject *take(gck_frame *frame, gck_recomputed *table, Py_ssize_t index)
 {
     PyObject *value = table->values != NULL && index < table->size ? table->values[index] : NULL;
 
+    if (value != NULL && table->versions[index] == GCK_OVERWRITTEN) {      /* as autograd does it */
+        Py_INCREF(value);
+        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_overwritten, "O", value));
+        Py_DECREF(value);
+        return NULL;
+    }
     if (value != NULL) {
         table->values[index] = NULL;             /* R4: autograd's reference is the last */
         table->handed[index] = 1;

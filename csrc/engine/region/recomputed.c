@@ -95,6 +95,7 @@ static void table_free(gck_recomputed *table)
     gck_recomputed_open(table);
     gck_recomputed_drain(table);
     Py_XDECREF(table->group);
+    free(table->versions);
     free(table->handed);
     free(table);
 }
@@ -241,9 +242,11 @@ gck_recomputed *gck_recomputed_new(gck_recomputed_tables *tables, Py_ssize_t siz
         tables->table = grown;
     }
     if (table == NULL || grown == NULL || (table->values = calloc(n + 1, sizeof *table->values)) == NULL
+        || (table->versions = calloc(n + 1, sizeof *table->versions)) == NULL
         || (table->handed = calloc(n + 1, 1)) == NULL) {
         if (table != NULL) {
             free(table->values);
+            free(table->versions);
         }
         free(table);
         PyErr_NoMemory();

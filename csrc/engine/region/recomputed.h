@@ -5,6 +5,8 @@
 #include "torch/objects.h"
 #include "engine/state.h"
 
+/* A value without a version; one that was changed in place after it was packed. */
+typedef enum { GCK_NO_VERSION = -1, GCK_OVERWRITTEN = -2 } gck_packed_version;
 typedef enum { GCK_RESTORING = 1, GCK_FILLED, GCK_DRAINED } gck_recomputed_phase;
 
 /* The recomputed tensors of one backward: of one graph task, GraphExecGroup, or access
@@ -20,6 +22,7 @@ typedef struct {
     Py_ssize_t      left;          /* values not handed out yet                          */
     Py_ssize_t      size;          /* slots when the table was made: a region may record more */
     PyObject      **values;        /* `size`; NULL: absent or handed out; malloc         */
+    int64_t        *versions;      /* `size`: of the values when they were packed, or a gck_packed_version; malloc */
     unsigned char  *handed;        /* `size`                                             */
 } gck_recomputed;
 

@@ -3,7 +3,7 @@
 
 #include "torch/calls.h"
 #include "torch/error.h"
-#include "engine/saved/saved_role.h"
+#include "engine/saved/saved_held.h"
 #include "engine/saved/saved_tensor.h"
 
 #include <string.h>
@@ -27,7 +27,7 @@ static int comes_from_many(gck_state *state, PyObject *node, PyObject *edge)
 static int shared_size(gck_state *state, PyObject *node, const gck_saved_row *row, PyObject *attribute, int64_t *size)
 {
     const size_t length = strlen(row->argument);
-    gck_saved_tensor *saved = gck_node_saved(state, node, attribute);
+    gck_saved_tensor *saved = gck_node_saved(state, node, row, attribute);
     PyObject *shape;
     Py_ssize_t ndim;
 
@@ -47,7 +47,8 @@ static int shared_size(gck_state *state, PyObject *node, const gck_saved_row *ro
             Py_XDECREF(each);
         }
     } else if (ndim >= 2) {
-        PyObject *each = PySequence_GetItem(shape, row->argument[length - 1] == '2' ? ndim - 2 : ndim - 1);
+        const int second = row->argument[0] > '9' && row->argument[length - 1] == '2';     /* mat2, of a product */
+        PyObject *each = PySequence_GetItem(shape, second ? ndim - 2 : ndim - 1);
         *size = each != NULL ? PyLong_AsLongLong(each) : -1;
         Py_XDECREF(each);
     }

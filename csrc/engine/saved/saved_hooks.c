@@ -14,12 +14,13 @@
 #include "engine/state.h"
 #include "engine/checkpoint_options.h"
 #include "engine/innermost_hooks.h"
-#include "engine/payload/eligible.h"
 #include "engine/payload/packed.h"
 #include "engine/saved/saved_form.h"
+#include "engine/saved/saved_formats.h"
+#include "engine/saved/saved_functions.h"
 #include "engine/saved/saved_node.h"
 #include "engine/saved/saved_pins.h"
-#include "engine/saved/saved_role.h"
+#include "engine/saved/saved_reason.h"
 #include "engine/saved/saved_search.h"
 #include "engine/saved/saved_tensor.h"
 #include "engine/saved/saved_waiting.h"
@@ -27,74 +28,6 @@
 enum { MAX_THREADS = 64 };         /* of a pair: hooks of threads that are remembered      */
 
 /* ---- pack ---- */
-
-/* The form of a tensor that requires grad and was made by the node with the number `made`, as far as it is
- * known while the node `number` is being made; *wait: that node has to be seen first.  A reason as below. */
-static int judge_form(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t made, int64_t number,
-                      gck_saved_as *as, int *wait)
-{
-    gck_state *state = self->packing.state;
-    const int in_leaf = node == Py_None ? 0 : gck_lies_in_leaf(state, in->x, node);
-    PyObject *index;
-    long which;
-
-    if (in_leaf != 0) {
-        return in_leaf < 0 ? -1 : GCK_SKIP_LEAF;
-    }
-    if (self->waiting == NULL || gck_packing_for_region) {
-        as->codec = self->packing.plan.codec;
-        return GCK_SKIP_EXACT;
-    }
-    *wait = made < number || made == INT64_MAX;
-    if (*wait || made != number) {
-        return GCK_SKIP_EXACT;
-    }
-    index = PyObject_GetAttr(in->x, state->py.names.output_nr);
-    which = index != NULL ? PyLong_AsLong(index) : -1;
-    Py_XDECREF(index);
-    if (which == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    return which == 0 && gck_saved_as_result(state, &self->formats, node, in, as) < 0 ? -1 : GCK_SKIP_EXACT;
-}
-
-/* The reason why x stays uncompressed; GCK_SKIP_EXACT when that depends on *as, or on *wait;
- * GCK_COMPRESS with *as when nothing needs it exactly; -1.  tracing: as gck_tracing() said, -1: ask. */
-static int judge(const gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t made, int64_t number,
-                 int tracing, gck_saved_as *as, int *wait)
-{
-    gck_py *py = &self->packing.state->py;
-    const gck_plan *plan = &self->packing.plan;
-    const gck_codec *codec;
-    int reason, form;
-
-    if (gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0) {
-        return -1;
-    }
-    if ((PyObject *)Py_TYPE(in->x) == py->Parameter
-        || gck_eligible(plan, in->requires_grad, in->leaf, 0) == GCK_SKIP_LEAF) {
-        return GCK_SKIP_LEAF;
-    }
-    codec = in->requires_grad ? plan->codec : gck_codec_find("mask");
-    reason = gck_input_judge_shape(py, in, codec, plan->min_numel);
-    if (reason == GCK_COMPRESS && (tracing = tracing >= 0 ? tracing : gck_tracing(py)) != 0) {
-        return tracing < 0 ? -1 : GCK_SKIP_TRACING;
-    }
-    if (!in->requires_grad) {
-        as->codec = reason == GCK_COMPRESS ? codec : NULL;
-        return reason == GCK_SKIP_DTYPE || reason == GCK_SKIP_FLOAT64 ? GCK_SKIP_NO_GRAD : reason;
-    }
-    if (reason != GCK_COMPRESS && reason != GCK_SKIP_SMALL) {
-        return reason;
-    }
-    form = judge_form(self, in, node, made, number, as, wait);
-    if (form == GCK_SKIP_EXACT && reason == GCK_SKIP_SMALL) {
-        *wait = 0;
-        gck_saved_as_clear(as);
-        return reason;
-    }
-    return form;
-}
 
 /* Let the tensor wait in `to`; late: without a search.  0 or -1. */
 static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, int late, gck_saved_tensor *to)
@@ -128,6 +61,26 @@ static int put(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *i
          : gck_saved_form_hold(self, &to->form);
 }
 
+/* Keep the tensor as it is, until its node turns out to be that of a Function.  0 or -1. */
+static int put_for_function(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_when when,
+                            gck_saved_tensor *to, int reason)
+{
+    const gck_saved_as exact = {.codec = NULL};
+
+    to->result = when == GCK_IF_FUNCTION_OF_RESULT;
+    in->leaf = in->leaf && !to->result;          /* a view of a result leads to the node, which must not hold itself */
+    if (gck_saved_form_put(self, &exact, in, &to->form, reason, NULL) < 0) {
+        return -1;
+    }
+    gck_saved_waiting_at(to, &in->view);         /* it was judged, so it has a view */
+    to->form.storage = NULL;                     /* what else needs it is not known yet */
+    to->epoch = self->packing.state->epoch;
+    to->reason = reason;
+    to->packer = Py_NewRef((PyObject *)self);
+    gck_saved_list_of(self->waiting)->undecided = number;
+    return 0;
+}
+
 /* Keep the tensor, or let it wait.  0 or -1. */
 static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, gck_saved_tensor *to)
 {
@@ -135,14 +88,20 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
     const gck_py *py = &self->packing.state->py;
     const int64_t made = self->waiting != NULL && node != Py_None ? gck_node_number(py, node) : -1;
     const int late = made >= 0 && gck_saved_waiting_may_last(self->waiting);
-    int tracing = -1, waits = 0, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
+    const int result = made >= 0 && made == number;
+    /* a node of a Function does not tell all before it has saved everything */
+    const int complete = !result || !gck_is_function(node);
+    gck_saved_when when = GCK_DECIDED;
+    int tracing = -1, status = made < 0 && PyErr_Occurred() ? -1 : 0, reason;
 
-    status = made >= 0 && !late ? gck_saved_search(self, node, made, number, &tracing) : status;
-    reason = status < 0 ? -1 : judge(self, in, node, made, number, tracing, &as, &waits);
+    status = made >= 0 && !late && complete ? gck_saved_search(self, node, made, number, &tracing) : status;
+    reason = status < 0 ? -1 : gck_saved_reason(self, in, node, made, number, tracing, &as, &when);
     if (reason == GCK_SKIP_EXACT && as.again != NULL) {
         gck_saved_form_make_again(&to->form, as.again);
     } else {
-        status = reason < 0 ? -1 : waits ? wait(self, in, number, late, to) : put(self, &as, in, to, reason);
+        status = reason < 0 ? -1 : when == GCK_WAITS ? wait(self, in, number, late, to)
+               : when != GCK_DECIDED ? put_for_function(self, in, number, when, to, reason)
+               : put(self, &as, in, to, reason);
     }
     gck_saved_as_clear(&as);
     return status;
@@ -202,6 +161,7 @@ static gck_saved_hooks *of_thread(gck_saved_hooks *pair)
         if (made != NULL) {
             made->packing = pair->packing;
             made->formats = pair->formats;
+            Py_XINCREF(made->formats.rules);
             made->place = Py_XNewRef(pair->place);
             if (pair->waits && (made->waiting = gck_saved_list_of_thread()) == NULL) {
                 Py_CLEAR(made);
@@ -258,6 +218,7 @@ static void hooks_dealloc(PyObject *op)
     PyObject_GC_UnTrack(op);
     hooks_clear(op);
     Py_XDECREF(((gck_saved_hooks *)op)->place);
+    Py_XDECREF(((gck_saved_hooks *)op)->formats.rules);
     gck_object_free(op);
 }
 

@@ -66,6 +66,8 @@ static const gck_saved_row rows[] = {
     {"NativeBatchNormBackward0", "input", GCK_ROLE_PLANES, GCK_NORM},
     {"CudnnBatchNormBackward0", "input", GCK_ROLE_PLANES, GCK_NORM},
     {"MiopenBatchNormBackward0", "input", GCK_ROLE_PLANES, GCK_NORM},
+    {"BatchNormWithUpdateBackward0", "input", GCK_ROLE_PLANES, GCK_NORM},
+    {"NativeBatchNormLegitBackward0", "input", GCK_ROLE_PLANES, GCK_NORM},
     {"FusedRmsNormBackward0", "input", GCK_ROLE_ROWS, GCK_NORM},
     {"MkldnnRnnLayerBackward0", "input", GCK_ROLE_VALUES, GCK_RNN},
     {"MkldnnRnnLayerBackward0", "hx_", GCK_ROLE_VALUES, GCK_RNN},
@@ -171,10 +173,10 @@ static const char *const norms[] = {
 
 /* Nodes whose every value comes from many. */
 static const char *const mixes[] = {
-    "BatchNormNoUpdateBackward0", "BatchNormWithUpdateBackward0", "CudnnAttentionBackward0", "DotBackward0",
+    "BatchNormNoUpdateBackward0", "CudnnAttentionBackward0", "DotBackward0",
     "EfficientAttentionBackward0", "FftC2CBackward0", "FftC2RBackward0", "FftR2CBackward0",
     "FlashAttentionBackward0", "LogcumsumexpBackward0", "MaskedSoftmaxBackward0",
-    "NativeBatchNormLegitBackward0", "NativeBatchNormLegitBackward1",
+    "NativeBatchNormLegitBackward1",
     "ScaledDotProductFusedAttentionOverrideableBackward0", "ThnnFusedGruCellBackward0",
     "ThnnFusedLstmCellBackward0", "VdotBackward0",
 };
@@ -255,10 +257,12 @@ static int set_named(PyObject *dict, const char *name, int kind)
     return status;
 }
 
-/* Make the dict from names to kinds, and the tuple of the rows' attributes.  0 or -1. */
+/* Make the dict from names to kinds, and the tuple of the rows' attributes.  The kind of a Function that a Python class
+ * defines is that of the first of its name.  0 or -1. */
 static int learn_names(gck_state *state)
 {
     PyObject *names = PyDict_New(), *attributes = PyTuple_New(NROWS);
+    const gck_function *function;
     int status = names == NULL || attributes == NULL ? -1 : set_named(names, "AccumulateGrad", GCK_NODE_LEAF);
 
     for (int i = 0; status == 0 && i < NROWS; i++) {
@@ -284,6 +288,9 @@ static int learn_names(gck_state *state)
     SET(poles_1, GCK_NODE_POLE_1)
     SET(poles_2, GCK_NODE_POLE_2)
 #undef SET
+    for (int i = 0; status == 0 && (function = gck_function_at(i)) != NULL; i++) {
+        status = set_named(names, function->node, NROWS + i * GCK_FUNCTION_ROWS);
+    }
     if (status == 0 && state->node_names == NULL) {
         state->nodes_tell = PyObject_HasAttrString(state->py.saved_tensor_type, "data");
         state->node_names = Py_NewRef(names);
@@ -292,6 +299,18 @@ static int learn_names(gck_state *state)
     Py_XDECREF(names);
     Py_XDECREF(attributes);
     return status;
+}
+
+/* The kind of a Function's node, of the name of which the first has this kind; below GCK_NODE_LEAF: an exception. */
+static int kind_of_function(const gck_state *state, PyObject *node, int first)
+{
+    const int index = state->nodes_tell ? gck_function_of(&state->py, node, (first - NROWS) / GCK_FUNCTION_ROWS) : -1;
+
+    if (index < 0) {
+        return index == -1 ? GCK_NODE_OTHER : GCK_NODE_LEAF - 1;
+    }
+    return gck_function_at(index)->rows[0].node != NULL ? NROWS + index * GCK_FUNCTION_ROWS
+                                                        : gck_function_at(index)->kind;
 }
 
 int gck_node_kind(gck_state *state, PyObject *node)
@@ -311,19 +330,29 @@ int gck_node_kind(gck_state *state, PyObject *node)
     if (known != NULL) {
         kind = PyLong_AsLong(known);
     }
-    /* The types of torch's own nodes are static; one of a user's Function may die. */
-    if (PyErr_Occurred() || (!(PyType_GetFlags((PyTypeObject *)type) & Py_TPFLAGS_HEAPTYPE)
-                             && set_kind(state->node_kinds, type, (int)kind) < 0)) {
+    Py_XDECREF(name);
+    if (kind >= NROWS && !PyErr_Occurred()) {
+        return kind_of_function(state, node, (int)kind);
+    }
+    /* The types of torch's own nodes are static; one of a Function in Python may die. */
+    if (PyErr_Occurred() || (!gck_is_function(node) && set_kind(state->node_kinds, type, (int)kind) < 0)) {
         kind = GCK_NODE_LEAF - 1;
     }
-    Py_XDECREF(name);
     return (int)kind;
+}
+
+const gck_function *gck_node_function(int kind)
+{
+    return kind >= NROWS ? gck_function_at((kind - NROWS) / GCK_FUNCTION_ROWS) : NULL;
 }
 
 const gck_saved_row *gck_saved_row_of(gck_state *state, int index, PyObject **attribute)
 {
     if (index >= NROWS) {
-        return NULL;
+        const gck_function *function = gck_node_function(index);
+        const gck_saved_row *row = function != NULL ? &function->rows[(index - NROWS) % GCK_FUNCTION_ROWS] : NULL;
+        *attribute = NULL;
+        return row != NULL && row->node != NULL ? row : NULL;
     }
     *attribute = PyTuple_GetItem(state->saved_attributes, index);
     return &rows[index];
@@ -388,4 +417,71 @@ PyObject *gck_saved_roles(PyObject *module, PyObject *unused)
         Py_CLEAR(list);
     }
     return list;
+}
+
+/* ---- for compiled graphs ---- */
+
+static const char *const role_names[] = {
+    [GCK_ROLE_VALUES] = "values",
+    [GCK_ROLE_FACTOR] = "factor",
+    [GCK_ROLE_POWER] = "power",
+    [GCK_ROLE_CUT] = "cut",
+    [GCK_ROLE_CUT_OF_ONE] = "cut of one",
+    [GCK_ROLE_ROWS] = "rows",
+    [GCK_ROLE_PLANES] = "planes",
+    [GCK_ROLE_ATTENTION] = "attention",
+    [GCK_ROLE_AGAIN] = "again",
+    [GCK_ROLE_ROUNDED] = "rounded",
+    [GCK_ROLE_PROBABILITIES] = "probabilities",
+    [GCK_ROLE_POSITIVE] = "positive",
+    [GCK_ROLE_POSITIVE_OR_NAN] = "positive or nan",
+};
+
+static const char *const kind_names[] = {
+    [-GCK_NODE_VIEW] = "view",     [-GCK_NODE_PLAIN] = "plain",   [-GCK_NODE_PEAK] = "peak",
+    [-GCK_NODE_SUM] = "sum",       [-GCK_NODE_NORM] = "norm",     [-GCK_NODE_MIX] = "mix",
+    [-GCK_NODE_POLE] = "pole",     [-GCK_NODE_POLE_0] = "pole 0", [-GCK_NODE_POLE_1] = "pole 1",
+    [-GCK_NODE_POLE_2] = "pole 2", [-GCK_NODE_LEAF] = "leaf",
+};
+
+/* New reference: the rows of a node, of which this is the first. */
+static PyObject *rows_of(int first)
+{
+    PyObject *list = PyList_New(0);
+    int status = list == NULL ? -1 : 0;
+
+    for (int i = first; status == 0 && i < NROWS && strcmp(rows[i].node, rows[first].node) == 0; i++) {
+        status = gck_append(list, Py_BuildValue("(ssz)", rows[i].argument, role_names[rows[i].role],
+                                                rows[i].family < GCK_NFAMILIES ? families[rows[i].family] : NULL));
+    }
+    if (status < 0) {
+        Py_CLEAR(list);
+    }
+    return list;
+}
+
+PyObject *gck_saved_nodes(PyObject *module, PyObject *unused)
+{
+    gck_state *state = PyModule_GetState(module);
+    PyObject *found, *name, *number;
+    Py_ssize_t at = 0;
+
+    (void)unused;
+    if (state->node_names == NULL && learn_names(state) < 0) {
+        return NULL;
+    }
+    found = PyDict_New();
+    while (found != NULL && PyDict_Next(state->node_names, &at, &name, &number)) {
+        const long kind = PyLong_AsLong(number);
+        if (kind >= NROWS) {                     /* a Function in Python, which a compiler traces */
+            continue;
+        }
+        PyObject *value = kind >= 0 ? rows_of((int)kind) : PyUnicode_FromString(kind_names[-kind]);
+        const int status = value == NULL ? -1 : PyDict_SetItem(found, name, value);
+        Py_XDECREF(value);
+        if (status < 0) {
+            Py_CLEAR(found);
+        }
+    }
+    return found;
 }

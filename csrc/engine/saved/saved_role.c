@@ -4,31 +4,12 @@
 #include "gradckpt.h"
 #include "torch/calls.h"
 #include "torch/error.h"
+#include "engine/saved/saved_functions.h"
+#include "engine/saved/saved_held.h"
+#include "engine/saved/saved_leaf.h"
 #include "engine/saved/saved_tensor.h"
 
 #include <string.h>
-
-enum { MAX_STEPS = 16 };           /* the most nodes between a weight and the saved view of it */
-
-void gck_saved_as_clear(gck_saved_as *as)
-{
-    as->codec = NULL;
-    Py_CLEAR(as->part);
-    Py_CLEAR(as->rows);
-    Py_CLEAR(as->again);
-}
-
-gck_saved_formats gck_saved_formats_of(const gck_codec *codec)
-{
-    gck_saved_formats formats;
-
-    for (int f = 0; f < GCK_NFAMILIES; f++) {
-        formats.of[f] = codec;
-    }
-    formats.of[GCK_SOFTMAX] = gck_codec_find("bf16");
-    formats.of[GCK_LOG_SOFTMAX] = gck_codec_find("fp16");
-    return formats;
-}
 
 /* ---- conditions ---- */
 
@@ -50,33 +31,6 @@ static int64_t int_of(PyObject *node, const char *name)
     return number;
 }
 
-/* The product of a sequence of ints, taken over; -1 with an exception. */
-static int64_t product(PyObject *sizes)
-{
-    const Py_ssize_t n = sizes != NULL ? PySequence_Size(sizes) : -1;
-    int64_t result = n < 0 ? -1 : 1;
-
-    for (Py_ssize_t i = 0; i < n && result >= 0; i++) {
-        PyObject *size = PySequence_GetItem(sizes, i);
-        const int64_t value = size != NULL ? PyLong_AsLongLong(size) : -1;
-        Py_XDECREF(size);
-        result = value < 0 ? -1 : result * value;
-    }
-    Py_XDECREF(sizes);
-    return result;
-}
-
-int64_t gck_node_numel(const gck_py *py, PyObject *node, Py_ssize_t result)
-{
-    PyObject *list = PyObject_GetAttr(node, py->names._input_metadata);
-    PyObject *each = list != NULL ? PySequence_GetItem(list, result) : NULL;
-    PyObject *shape = each != NULL ? PyObject_GetAttr(each, py->names.shape) : NULL;
-
-    Py_XDECREF(each);
-    Py_XDECREF(list);
-    return product(shape);
-}
-
 /* 1 when a factor has as many values as the product.  Of an expanded one only one value counts. */
 static int is_whole_factor(gck_state *state, PyObject *node, const gck_tensor *view)
 {
@@ -94,15 +48,6 @@ static int64_t row_of(const gck_tensor *view)
 {
     return view->ndim > 3 ? view->numel / (view->sizes[0] > 0 ? view->sizes[0] : 1)
          : view->ndim > 0 ? view->sizes[view->ndim - 1] : 1;
-}
-
-int gck_node_exponent(const gck_py *py, PyObject *node, double *exponent)
-{
-    PyObject *value = PyObject_GetAttr(node, py->names._saved_exponent);
-
-    *exponent = value != NULL ? PyFloat_AsDouble(value) : -1;
-    Py_XDECREF(value);
-    return PyErr_Occurred() ? gck_clear_refusal() : 1;
 }
 
 /* 1 when the exponent is 2, 3 or 4. */
@@ -126,16 +71,20 @@ static int has_unit_scale(PyObject *node)
 }
 
 /* 1 when no row can spoil another: none shares a group with another, or all are of like size. */
-static int has_like_rows(gck_state *state, PyObject *node, const gck_input *in, int device)
+static int has_like_rows(gck_state *state, PyObject *node, const gck_input *in, const gck_tensor *view)
 {
-    const int shape = gck_has_attribute(node, "_saved_normalized_shape");
+    const int device = view->device;
+    const int shape = gck_is_function(node) ? 0 : gck_has_attribute(node, "_saved_normalized_shape");
     int64_t values, groups;
 
     if (shape < 0) {
         return -1;
     }
+    if (gck_is_function(node)) {                 /* it tells no sizes, but normalizes along the last dimension */
+        return view->ndim > 0 && view->sizes[view->ndim - 1] % GCK_GROUP == 0;
+    }
     if (shape) {
-        values = product(PyObject_GetAttrString(node, "_saved_normalized_shape"));
+        values = gck_product_of(PyObject_GetAttrString(node, "_saved_normalized_shape"));
     } else {
         const int64_t channels = int_of(node, "_saved_C"), plane = channels < 0 ? -1 : int_of(node, "_saved_HxW");
         groups = plane < 0 ? -1 : int_of(node, "_saved_group");
@@ -182,41 +131,11 @@ static PyObject *dimension_of(PyObject *node)
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(dim);
 }
 
-/* *data: what the node holds as this argument, Py_None where it holds nothing; NULL: it does not tell.
- * 0 or -1. */
-static int held(const gck_state *state, PyObject *node, PyObject *attribute, PyObject **data)
-{
-    PyObject *raw = PyObject_GetAttr(node, attribute);
-
-    *data = raw != NULL ? PyObject_GetAttr(raw, state->py.names.data) : NULL;
-    Py_XDECREF(raw);
-    return *data == NULL ? gck_clear_refusal() : 0;      /* it has no such argument here, or was freed */
-}
-
-gck_saved_tensor *gck_node_saved(const gck_state *state, PyObject *node, PyObject *attribute)
-{
-    PyObject *data, *inner = NULL;
-
-    if (held(state, node, attribute, &data) < 0 || data == NULL) {
-        return NULL;
-    }
-    if (Py_TYPE(data) == state->SavedTensor) {
-        return (gck_saved_tensor *)data;
-    }
-    if (data != Py_None && (inner = PyObject_GetAttr(data, state->py.names.packed)) == NULL) {
-        gck_clear_refusal();
-    }
-    Py_DECREF(data);
-    if (inner != NULL && Py_TYPE(inner) != state->SavedTensor) {
-        Py_CLEAR(inner);
-    }
-    return (gck_saved_tensor *)inner;
-}
-
 /* 1 when the attention's result is not kept, but made again; 0, -1. */
 static int is_made_again(const gck_state *state, PyObject *node)
 {
-    gck_saved_tensor *saved = state->nodes_tell ? gck_node_saved(state, node, state->py.names._raw_saved_output) : NULL;
+    gck_saved_tensor *saved = state->nodes_tell ? gck_node_saved(state, node, NULL, state->py.names._raw_saved_output)
+                                                : NULL;
     const int again = saved != NULL ? saved->form.entry.kind == GCK_PACKED_OBJECT : PyErr_Occurred() ? -1 : 0;
 
     Py_XDECREF((PyObject *)saved);
@@ -258,9 +177,12 @@ static int form_of(gck_state *state, const gck_saved_formats *formats, const gck
     if (holds <= 0) {
         return holds;
     }
-    as->codec = row->family < GCK_NFAMILIES ? formats->of[row->family] : NULL;
-    if (row->family < GCK_NFAMILIES && as->codec == NULL) {
-        return 0;
+    if (row->family < GCK_NFAMILIES) {
+        const int rule = gck_saved_rule(formats, node, row->argument, &as->codec);
+        as->codec = rule == 0 ? formats->of[row->family] : as->codec;
+        if (rule < 0 || as->codec == NULL) {
+            return rule < 0 ? -1 : 0;
+        }
     }
     switch (row->role) {
     case GCK_ROLE_VALUES:
@@ -284,7 +206,7 @@ static int form_of(gck_state *state, const gck_saved_formats *formats, const gck
         holds = holds <= 0 ? holds : cut(state, in, &view, as) < 0 ? -1 : 1;
         break;
     case GCK_ROLE_ROWS:
-        holds = has_like_rows(state, node, in, view.device);
+        holds = has_like_rows(state, node, in, &view);
         break;
     case GCK_ROLE_PLANES:
         holds = view.ndim > 1 && view.numel >= GCK_GROUP * view.sizes[1];
@@ -313,13 +235,22 @@ static int form_of(gck_state *state, const gck_saved_formats *formats, const gck
 
 /* ---- which of them is it ---- */
 
-int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObject *node, PyObject *packed,
+int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObject *node, gck_saved_tensor *packed,
                        gck_input *in, gck_saved_as *as)
 {
     const int kind = gck_node_kind(state, node);
     PyObject *attribute = NULL;
     const gck_saved_row *row, *first = NULL;
+    const gck_function *function = gck_node_function(kind);
+    int weight;
 
+    if (packed->result && function != NULL && !function->of_results) {
+        return 0;
+    }
+    weight = packed->reason != 0 && kind >= GCK_NODE_LEAF ? gck_goes_into(state, in->x, node) : 0;
+    if (weight != 0) {
+        return weight < 0 ? -1 : 0;
+    }
     for (int i = kind; i >= 0 && (row = gck_saved_row_of(state, i, &attribute)) != NULL; i++) {
         int found = !state->nodes_tell;            /* then the node's name alone decides */
         first = first == NULL ? row : first;
@@ -330,13 +261,20 @@ int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObj
             continue;
         }
         if (!found) {
-            PyObject *saved = (PyObject *)gck_node_saved(state, node, attribute);
+            gck_saved_tensor *saved = gck_node_saved(state, node, row, attribute);
             found = saved != NULL ? saved == packed : PyErr_Occurred() ? -1 : 0;
-            Py_XDECREF(saved);
+            Py_XDECREF((PyObject *)saved);
+        }
+        if (found > 0 && row->family == GCK_NORM && function != NULL && !function->of_results
+            && packed->reason == GCK_SKIP_NO_GRAD) {
+            return 0;                            /* new in the forward: it may be the result in another dtype */
         }
         if (found != 0) {
             return found < 0 ? -1 : form_of(state, formats, row, node, in, as);
         }
+    }
+    if (kind == GCK_NODE_OTHER && gck_is_function(node)) {
+        return gck_saved_rule_of_function(state, formats, node, packed, in, as);
     }
     return kind < GCK_NODE_LEAF ? -1 : 0;
 }
@@ -350,7 +288,7 @@ static int is_open(const gck_state *state, PyObject *node, PyObject *attribute)
     if (!state->nodes_tell) {
         return 1;
     }
-    if (held(state, node, attribute, &data) < 0) {
+    if (gck_node_held(state, node, attribute, &data) < 0) {
         return -1;
     }
     open = data == Py_None;
@@ -384,76 +322,4 @@ int gck_saved_as_result(gck_state *state, const gck_saved_formats *formats, PyOb
         }
     }
     return kind < GCK_NODE_LEAF ? -1 : 0;
-}
-
-/* ---- is it a weight ---- */
-
-/* New reference: the node behind a node's first edge, Py_None where nothing is behind it. */
-static PyObject *behind(const gck_py *py, PyObject *node)
-{
-    PyObject *edges = PyObject_GetAttr(node, py->names.next_functions);
-    PyObject *first = edges == NULL ? NULL : Py_NewRef(PyTuple_Size(edges) > 0
-                                                       ? PyTuple_GetItem(PyTuple_GetItem(edges, 0), 0) : Py_None);
-
-    Py_XDECREF(edges);
-    return first;
-}
-
-/* 1 when x shares its storage with a leaf that goes into this node, a user's Function; 0, -1. */
-static int shares_with_leaf(gck_state *state, PyObject *x, PyObject *node)
-{
-    PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
-    const void *own = NULL, *of_leaf;
-    int shares = edges == NULL ? -1 : 0;
-
-    for (Py_ssize_t i = 0; shares == 0 && i < PyTuple_Size(edges); i++) {
-        PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0), *leaf;
-        const int kind = next != Py_None ? gck_node_kind(state, next) : GCK_NODE_OTHER;
-        if (kind != GCK_NODE_LEAF) {
-            shares = kind < GCK_NODE_LEAF ? -1 : 0;
-            continue;
-        }
-        leaf = PyObject_GetAttrString(next, "variable");
-        of_leaf = NULL;
-        shares = leaf == NULL || (own == NULL && gck_storage_of(&state->py, x, &own) < 0)
-              || gck_storage_of(&state->py, leaf, &of_leaf) < 0 ? -1 : of_leaf != NULL && of_leaf == own;
-        Py_XDECREF(leaf);
-    }
-    Py_XDECREF(edges);
-    return shares;
-}
-
-int gck_lies_in_leaf(gck_state *state, PyObject *x, PyObject *node)
-{
-    int kind = GCK_NODE_VIEW;
-
-    Py_INCREF(node);
-    for (int step = 0; step <= MAX_STEPS && (kind = gck_node_kind(state, node)) == GCK_NODE_VIEW; step++) {
-        PyObject *next = step < MAX_STEPS ? behind(&state->py, node) : NULL;
-        if (next == NULL || next == Py_None) {
-            Py_XDECREF(next);
-            Py_DECREF(node);
-            return PyErr_Occurred() ? -1 : 0;
-        }
-        Py_DECREF(node);
-        node = next;
-    }
-    kind = kind == GCK_NODE_LEAF ? 1 : kind < GCK_NODE_LEAF ? -1
-         : kind == GCK_NODE_OTHER ? shares_with_leaf(state, x, node) : 0;
-    Py_DECREF(node);
-    return kind;
-}
-
-int gck_saved_formats_read(PyObject *pairs, gck_saved_formats *formats)
-{
-    int status = 0;
-
-    for (Py_ssize_t i = 0; status == 0 && i < PyTuple_Size(pairs); i++) {
-        const char *family, *codec;
-        status = PyArg_ParseTuple(PyTuple_GetItem(pairs, i), "sz", &family, &codec) ? 0 : -1;
-        if (status == 0) {
-            formats->of[gck_family_of(family)] = codec != NULL ? gck_codec_find(codec) : NULL;
-        }
-    }
-    return PyErr_Occurred() ? -1 : 0;
 }

@@ -12,8 +12,9 @@
 #include "engine/payload/batch.h"
 #include "engine/payload/payload.h"
 #include "engine/saved/node_use.h"
+#include "engine/saved/saved_functions.h"
 #include "engine/saved/saved_pins.h"
-#include "engine/saved/saved_role.h"
+#include "engine/saved/saved_held.h"
 #include "engine/saved/saved_waiting.h"
 
 #include <stdlib.h>
@@ -23,7 +24,10 @@
  * end.  pole: what amplifies. */
 typedef struct { PyObject *node; int64_t number; gck_use use; int far; PyTypeObject *pole; } visit;
 
-/* How a node's waiting tensors are to be settled. */
+/* Nodes: no more than there are tensors that wait, and as many of Functions. */
+enum { MAX_DECIDED = 2 * GCK_WAITING_TENSORS };
+
+/* How a node's tensors are to be settled. */
 typedef struct { PyObject *node; int64_t number; int exactly; } decision;
 
 /* A search visits the newest node first, so a node comes after all that use it, and settles the oldest first: views
@@ -36,7 +40,7 @@ typedef struct {
     int              steep;                      /* follow only what amplifies or may, as in a backward */
     visit           *heap;                       /* owned; their nodes, too; the newest first */
     Py_ssize_t       n, room;
-    decision         decided[GCK_WAITING_TENSORS];   /* owned nodes                                    */
+    decision         decided[MAX_DECIDED];       /* owned nodes                                        */
     int              n_decided;
 } search;
 
@@ -109,11 +113,29 @@ static visit pop(search *s)
     return top;
 }
 
-/* What the node of this number saves is to be settled; exactly: without error. */
-static void decide(search *s, PyObject *node, int64_t number, int exactly)
+/* Settle what this node saves.  0 or -1. */
+static int settle_one(search *s, const decision *d)
+{
+    const gck_saved_list *l = s->l;
+    int status = 0;
+
+    for (int i = l->n, left = l->waits; status == 0 && left > 0 && i-- > 0;) {
+        left -= l->known[i]->hooks != NULL;
+        if (l->known[i]->hooks != NULL && l->known[i]->number == d->number) {
+            status = gck_saved_waiting_settle(l->known[i], d->node, d->exactly, 0, &s->batch);
+            i = l->n;                            /* Python has run: the list may have changed */
+            left = l->waits;
+        }
+    }
+    return status < 0 || !gck_is_function(d->node) ? status
+         : gck_saved_function_settle(s->batch.state, d->node, d->exactly, &s->batch);
+}
+
+/* What the node of this number saves is to be settled; exactly: without error.  0 or -1. */
+static int decide(search *s, PyObject *node, int64_t number, int exactly)
 {
     gck_saved_list *l = s->l;
-    int found = 0;
+    int found = gck_is_function(node);           /* it may have saved what does not wait */
 
     for (int i = l->n, left = l->waits; left > 0 && i-- > 0;) {
         left -= l->known[i]->hooks != NULL;
@@ -121,30 +143,27 @@ static void decide(search *s, PyObject *node, int64_t number, int exactly)
             l->known[i]->decided = found = 1;
         }
     }
-    if (found) {                                 /* no more than there are tensors that wait */
+    if (found && s->n_decided == MAX_DECIDED) {  /* very many Functions: the oldest need not be the first */
+        return settle_one(s, &(decision){node, number, exactly});
+    }
+    if (found) {
         s->decided[s->n_decided++] = (decision){Py_NewRef(node), number, exactly};
     }
+    return 0;
 }
 
 /* Settle what was decided; failed: nothing.  0 or -1. */
 static int settle_decided(search *s, int failed)
 {
     gck_saved_list *l = s->l;
-    int status = 0;
+    int status = failed ? -1 : 0;
 
     for (int i = 0; i < l->n; i++) {
         l->known[i]->decided = 0;
     }
     while (s->n_decided > 0) {
         const decision *d = &s->decided[--s->n_decided];
-        for (int i = l->n, left = failed || status < 0 ? 0 : l->waits; status == 0 && left > 0 && i-- > 0;) {
-            left -= l->known[i]->hooks != NULL;
-            if (l->known[i]->hooks != NULL && l->known[i]->number == d->number) {
-                status = gck_saved_waiting_settle(l->known[i], d->node, d->exactly, 0, &s->batch);
-                i = l->n;                        /* Python has run: the list may have changed */
-                left = l->waits;
-            }
-        }
+        status = status < 0 ? -1 : settle_one(s, d);
         Py_DECREF(d->node);
     }
     return status;
@@ -163,7 +182,7 @@ static int recall(search *s, const visit *at, int kind)
 
     for (int i = kind; state->nodes_tell && status == 0 && (row = gck_saved_row_of(state, i, &attribute)) != NULL
                        && strcmp(row->node, first->node) == 0; i++) {
-        saved = gck_node_saved(state, at->node, attribute);
+        saved = gck_node_saved(state, at->node, row, attribute);
         status = saved == NULL ? (PyErr_Occurred() ? -1 : 0) : gck_saved_form_take_back(s->self, saved);
         codec = saved != NULL && status == 0 ? gck_saved_form_codec(&saved->form) : NULL;
         if (codec != NULL && codec->max_error > 0 && at->use == GCK_AMPLIFIED) {
@@ -259,7 +278,9 @@ static int look_at(search *s, const visit *at)
         l->seen_use[place] = (unsigned char)at->use;
     }
     if (number < s->end && (exactly || !open || !matters)) {
-        decide(s, at->node, number, exactly);
+        if (decide(s, at->node, number, exactly) < 0) {
+            return -1;
+        }
         l->coded = kind >= 0 && !exactly && number > l->coded ? number : l->coded;
     }
     if ((!open && matters && recall(s, at, kind) < 0) || go_behind(s, at, kind) < 0) {
@@ -313,7 +334,7 @@ int gck_saved_search(gck_saved_hooks *self, PyObject *node, int64_t number, int6
     gck_error error;
     int status;
 
-    if (l->waits == 0 && l->coded <= s.latest - GCK_WAITING_NODES) {
+    if (l->waits == 0 && l->coded <= s.latest - GCK_WAITING_NODES && l->undecided <= s.latest - GCK_WAITING_NODES) {
         return 0;
     }
     if ((*tracing = gck_tracing(&state->py)) != 0) {     /* values cannot be read */

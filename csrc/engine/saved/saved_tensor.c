@@ -104,6 +104,7 @@ static void saved_dealloc(PyObject *op)
     self->state->stats.live_bytes -= self->waits;
     gck_saved_form_clear(&self->form);
     Py_XDECREF(self->hooks);
+    Py_XDECREF(self->packer);
     gck_object_free(op);
 }
 

@@ -31,6 +31,10 @@ typedef struct {
     int        unknown;      /* the node that saves it was never seen                    */
     int        decided;      /* a search will settle it                                  */
     int        late;         /* it was packed while searches were put off                */
+    /* It is kept exactly unless a Function in Python saves it: it has no history that a search could follow. */
+    PyObject  *packer;       /* the hooks that packed it, until such a node is found; else NULL */
+    int        reason;       /* for which it was counted then                            */
+    int        result;       /* it is a result of the node that saves it                 */
 } gck_saved_tensor;
 
 /* The limits of the search: at most so many tensors wait, and so many nodes are searched.  One more
@@ -45,6 +49,7 @@ typedef struct {
     int        n, waits;                 /* how many are known, and how many of them wait   */
     int        on_device;                /* the latest that waited                          */
     int64_t    coded;                    /* the latest node whose saved tensors may have become payloads */
+    int64_t    undecided;                /* the latest node that saved what a Function may have saved */
     /* At the remainder of their numbers: numbers of nodes that were visited, plus 1, and the use of their results,
      * see node_use.h. */
     int64_t    seen[GCK_WAITING_NODES];

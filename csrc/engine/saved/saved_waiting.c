@@ -7,19 +7,17 @@
 #include "torch/stream.h"
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"
+#include "engine/saved/saved_functions.h"
+#include "engine/saved/saved_held.h"
 #include "engine/saved/saved_role.h"
 
 /* ---- what the saving node needs ---- */
 
-/* What waited was counted as uncompressed for a reason that no longer holds. */
-static void uncount(const gck_saved_tensor *saved)
+/* What has so many bytes was counted as uncompressed for a reason that no longer holds. */
+static void uncount(const gck_saved_tensor *saved, int64_t nbytes, int reason)
 {
-    gck_stats *s = &saved->state->stats;
-
     if (saved->epoch == saved->state->epoch) {
-        s->uncompressed[GCK_SKIP_UNKNOWN]--;
-        s->uncompressed_bytes -= saved->waits;
-        s->eligible--;
+        gck_uncount_uncompressed_bytes(saved->state, nbytes, reason);
     }
 }
 
@@ -68,10 +66,13 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
     in.requires_grad = 1;
     if (status == 0 && in.version == saved->form.entry.version) {
         /* else unpack raises torch's error that the values are gone */
-        uncount(saved);
-        status = node == NULL ? 0 : gck_saved_as_input(state, &self->formats, node, (PyObject *)saved, &in, &as);
+        uncount(saved, saved->waits, GCK_SKIP_UNKNOWN);
+        status = node == NULL ? 0 : gck_saved_as_input(state, &self->formats, node, saved, &in, &as);
         if (exactly && as.codec != NULL && as.codec->max_error > 0) {
             gck_saved_as_clear(&as);
+        }
+        if (as.unknown && status == 0) {
+            status = gck_count_unknown_function(state, node, in.x);
         }
         status = status < 0 ? -1
                : gck_saved_form_become(self, saved, &as, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT, batch);
@@ -98,6 +99,67 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
 int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on)
 {
     return gck_saved_waiting_settle(saved, NULL, 0, go_on, NULL);
+}
+
+/* ---- what Functions save ---- */
+
+/* The same of a tensor that was kept as it is, for a node of a Function.  0 or -1. */
+static int settle_of_function(gck_saved_tensor *saved, PyObject *node, int exactly, gck_batch *batch)
+{
+    gck_state *state = saved->state;
+    PyObject *op = saved->packer;
+    const gck_saved_hooks *self = (gck_saved_hooks *)op;
+    gck_input in = gck_input_of(saved->form.entry.value);
+    gck_saved_as as = {.codec = NULL};
+    gck_stream_guard guard;
+    int64_t nbytes = 0;
+    const int entered = enter_stream(saved, &guard);
+    int status = entered < 0 ? -1 : gck_input_read(&state->py, &in, GCK_FACT_VERSION);
+
+    saved->packer = NULL;
+    in.known |= GCK_FACT_GRAD | GCK_FACT_LEAF;
+    in.requires_grad = 1;                        /* it is an activation, where it is encoded */
+    if (status == 0 && entered && in.version == saved->form.entry.version) {
+        status = gck_saved_as_input(state, &self->formats, node, saved, &in, &as);
+        if (status == 0 && as.unknown) {
+            status = gck_count_unknown_function(state, node, in.x);
+        } else if (status == 0 && as.codec != NULL && !(exactly && as.codec->max_error > 0)) {
+            status = gck_count_bytes(&state->py, in.x, &nbytes);
+            uncount(saved, nbytes, saved->reason);
+            status = status < 0 ? -1 : gck_saved_form_become(self, saved, &as, &in, GCK_SKIP_EXACT, batch);
+            status = status < 0 || saved->form.storage == NULL ? status : gck_saved_waiting_add(self->waiting, saved);
+            status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
+        }
+    }
+    gck_stream_leave(&guard);
+    gck_saved_as_clear(&as);
+    Py_DECREF(op);
+    gck_input_clear(&in);
+    return status;
+}
+
+int gck_saved_function_settle(gck_state *state, PyObject *node, int exactly, gck_batch *batch)
+{
+    PyObject *all = gck_function_saves(state, node), *open = PyList_New(0);
+    const Py_ssize_t n = all != NULL ? PyList_Size(all) : 0;
+    int status = all != NULL && open != NULL ? 0 : -1;
+
+    for (Py_ssize_t place = 0; status == 0 && place < n; place++) {
+        gck_saved_tensor *saved = gck_function_saved(state, all, place);
+        if (saved != NULL && saved->packer != NULL) {
+            status = PyList_Append(open, (PyObject *)saved);
+        } else if (saved == NULL) {
+            status = PyErr_Occurred() ? -1 : 0;
+        }
+        Py_XDECREF((PyObject *)saved);
+    }
+    Py_XDECREF(all);
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(open); i++) {
+        gck_saved_tensor *saved = (gck_saved_tensor *)PyList_GetItem(open, i);
+        status = saved->packer != NULL ? settle_of_function(saved, node, exactly, batch) : 0;
+    }
+    Py_XDECREF(open);
+    return status;
 }
 
 /* ---- the list ---- */

@@ -25,4 +25,8 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
  * a result; go_on: and waits again.  0 or -1. */
 int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on);
 
+/* Keep what this node of a Function has saved, and what was kept as it is until the node was known, as the node needs
+ * it; exactly: without error.  0 or -1. */
+int gck_saved_function_settle(gck_state *state, PyObject *node, int exactly, gck_batch *batch);
+
 #endif

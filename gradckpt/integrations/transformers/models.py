@@ -28,7 +28,9 @@ from gradckpt._models.adapter import (
 )
 from gradckpt._models.inactivity import ADAPTER, describe, is_on
 from gradckpt._models.keywords import Settings
-from gradckpt._models.kinds import repeated_blocks
+from gradckpt._models.kinds import Tree, repeated_blocks
+from gradckpt._models.rules import without_working_set
+from gradckpt._models.working_set import are_called, install
 from gradckpt._offload import Offload
 
 __all__ = [
@@ -53,6 +55,7 @@ OF_DIFFUSERS = (
 
 def settings_from(options: Mapping[str, Any], every_n_layers: int = 1, offload: Offload | None = None) -> Settings:
     """Return the settings of layers from keywords of :func:`gradckpt.checkpoint`."""
+    options, working_set = without_working_set(dict(options))
     keywords = {key: value for key, value in options.items() if key not in ("compress", "context_fn")}
     return Settings(
         options["compress"],
@@ -60,6 +63,7 @@ def settings_from(options: Mapping[str, Any], every_n_layers: int = 1, offload: 
         every_n_layers=every_n_layers,
         offload=offload,
         keywords=keywords,
+        working_set=working_set,
     )
 
 
@@ -80,6 +84,8 @@ def turn_on(model: Any, options: Mapping[str, Any], every_n_layers: int, offload
     # These are set after the call, which the adapter takes for a call of the user.
     adapter.undo_on_remove, adapter.undo_input_grads = not was_on, not had_input_grads
     _check_taken(model, adapter)
+    if settings.working_set:
+        install(Tree(model), settings_of(model))
 
 
 def is_enabled(model: Any, options: Mapping[str, Any], every_n_layers: int, offload: Offload | None) -> bool:
@@ -90,7 +96,8 @@ def is_enabled(model: Any, options: Mapping[str, Any], every_n_layers: int, offl
     if adapter is None or adapter.by_flag or adapter.function is None or not is_on(model):
         return False
     settings = settings_from(options, every_n_layers, offload)
-    return adapter.active == settings.config and _comparable(adapter.settings) == _comparable(settings)
+    same = adapter.active == settings.config and _comparable(adapter.settings) == _comparable(settings)
+    return same and are_called(model)
 
 
 def _comparable(settings: Settings) -> Settings:
@@ -107,7 +114,7 @@ def settings_of(model: Any) -> dict[Any, dict[str, Any]]:
     keywords = {key: value for key, value in adapter.function.keywords.items() if key != "use_reentrant"}  # type: ignore[attr-defined]
     if "offload" in keywords:
         keywords["offload"] = offload_of(keywords["offload"])
-    return {layer: dict(keywords) for layer in adapter.layers(model)}
+    return {layer: {**keywords, **adapter.settings.working_set} for layer in adapter.layers(model)}
 
 
 def enable_from_kwargs(model: Any, function: Any, every_n_layers: int) -> None:
