@@ -1,4 +1,5 @@
-/* checkpoint_options.h: the keywords of checkpoint() and what they mean. */
+/* checkpoint_options.h: the keywords of checkpoint() and what they mean; the one rule for which tensors compress=
+ * compresses, before their memory is looked at. */
 #ifndef GRADCKPT_CHECKPOINT_OPTIONS_H
 #define GRADCKPT_CHECKPOINT_OPTIONS_H
 
@@ -51,5 +52,13 @@ int gck_options_policy(const gck_options *o);
 
 /* Truth of an argument that may be missing: 1, 0, -1 with an exception. */
 int gck_truth(PyObject *value, int missing);
+
+/* GCK_COMPRESS, GCK_SKIP_NO_GRAD or GCK_SKIP_LEAF.  What does not require grad is skipped first,
+ * whatever `leaf` says. */
+gck_skip_reason gck_eligible(const gck_plan *plan, int requires_grad, int leaf, int parameter);
+
+/* For Python: eligible(requires_grad, is_leaf, floating, fake_quantize), of what is no
+ * parameter. */
+PyObject *gck_eligible_py(PyObject *module, PyObject *args);
 
 #endif

@@ -135,7 +135,7 @@ typedef struct {
     struct gck_payload *pending;       /* borrowed: the first of those with a pending flag   */
     /* OpPolicy objects, without casts and with; NULL before the first region that needs them */
     PyObject     *replay_discrete[2];
-    /* torch's checkpoint, see checkpoint_replacement.c; NULL before the first exchange */
+    /* torch's checkpoint, see replay_discrete.c; NULL before the first exchange */
     PyObject     *torch_checkpoint;
     int           replacements;        /* how many regions need ours in its place            */
     struct gck_active *active;         /* borrowed: stores that catch operators, see active_storage.h */

@@ -1,7 +1,7 @@
 /* offloader.c: copies out of the ring and into it: when, and for whom. */
 #include "offload/offloader.h"
 
-#include "offload/offloaded_ring.h"
+#include "offload/offloader_parts.h"
 #include "offload/offloader_graph.h"
 #include "offload/store_parts.h"
 #include "offload/store_room.h"

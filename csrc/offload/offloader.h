@@ -13,7 +13,7 @@
 #include "offload/offloader_figures.h"
 #include "offload/store.h"
 
-/* 0 and *made, or a status of store_status.h.  link, store: borrowed, for as long as it lives. */
+/* 0 and *made, or a status of store_figures.h.  link, store: borrowed, for as long as it lives. */
 int gck_offloader_new(const gck_link *link, int index, gck_byte_store *store, const gck_offloader_options *options,
                       gck_offloader **made);
 

@@ -1,7 +1,7 @@
 /* offloader_graph.c: the streams and the memory of an offloader in a captured graph. */
 #include "offload/offloader_graph.h"
 
-#include "offload/offloaded_ring.h"
+#include "offload/offloader_parts.h"
 #include "offload/store.h"
 #include "offload/store_parts.h"
 

@@ -5,7 +5,6 @@
 #ifndef GRADCKPT_RANGES_H
 #define GRADCKPT_RANGES_H
 
-#include "offload/edge.h"
 #include "offload/event.h"
 #include "offload/space.h"
 
@@ -21,7 +20,7 @@ typedef struct {
     gck_space  space;
     gck_range_given *given;            /* in the order in which they were                           */
     int64_t    n, room;
-    int        edge;             /* the number of the order that a taker gets (edge.h)        */
+    int        edge;             /* the number of the order that a taker gets (event.h)       */
 } gck_ranges;
 
 /* Take a part, for work on *stream; NULL: for the host.  Its offset; -1: none is free, or there is no memory; -2: who

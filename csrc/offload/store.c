@@ -5,11 +5,11 @@
 #include "offload/store.h"
 
 #include "offload/store_parts.h"
-#include "offload/store_queue.h"
 #include "offload/store_room.h"
 #include "offload/store_threads.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 
 enum { PAGE = 2 << 20 };         /* bytes: a large one */

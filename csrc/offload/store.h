@@ -10,7 +10,6 @@
 
 #include "offload/file.h"
 #include "offload/store_figures.h"
-#include "offload/store_status.h"
 
 typedef struct {
     int64_t memory;              /* bytes, of which the store writes nothing until half are used */

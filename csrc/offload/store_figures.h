@@ -1,4 +1,4 @@
-/* store_figures.h: a store and its items, and what it counts. */
+/* store_figures.h: a store and its items, what it counts, and what it answers beside 0. */
 #ifndef GRADCKPT_STORE_FIGURES_H
 #define GRADCKPT_STORE_FIGURES_H
 
@@ -17,5 +17,20 @@ typedef struct {
     int64_t waits_put, waits_get;                 /* calls that waited                           */
     int     write_error;                          /* why nothing is written any more; 0: it is   */
 } gck_byte_store_figures;
+
+/* Results below 0, beside those of file.h; above, a result is the errno of a call. */
+enum {
+    GCK_STORE_LARGE = -11,       /* larger than the memory of the store */
+    GCK_STORE_FULL = -12,        /* the file takes nothing any more, and the memory is full                         */
+    GCK_STORE_NO_MEMORY = -13,
+    GCK_STORE_BUSY = -14,        /* its bytes are not in memory yet     */
+    GCK_STORE_FORKED = -15,      /* a child of the process that made it: its threads are not here                   */
+    GCK_STORE_DEVICE = -16,      /* gck_offloader_status() says         */
+    GCK_STORE_RING = -17,        /* the ring has no room                */
+    GCK_STORE_PAGEABLE = -18,    /* a graph needs memory that is pinned */
+};
+
+/* A sentence's part on what went wrong. */
+const char *gck_byte_store_text(int status);
 
 #endif

@@ -17,7 +17,6 @@
 #include "offload/file.h"
 #include "offload/ranges.h"
 #include "offload/store_figures.h"
-#include "offload/store_status.h"
 
 #include <pthread.h>
 #include <unistd.h>
@@ -49,6 +48,7 @@ struct gck_byte_store_item {
     int                  dropped;
 };
 
+/* Items that wait for a thread of the store. */
 typedef struct {
     gck_byte_store_item *first, *last;
 } gck_store_queue;
@@ -83,5 +83,23 @@ struct gck_byte_store {
 };
 
 static inline int gck_store_has_file(const gck_byte_store *store) { return store->file.fd >= 0; }
+
+static inline void gck_store_push(gck_store_queue *queue, gck_byte_store_item *item)
+{
+    item->next_job = NULL;
+    *(queue->last != NULL ? &queue->last->next_job : &queue->first) = item;
+    queue->last = item;
+}
+
+/* Borrowed: the first, taken out; NULL: none. */
+static inline gck_byte_store_item *gck_store_pop(gck_store_queue *queue)
+{
+    gck_byte_store_item *item = queue->first;
+
+    if (item != NULL && (queue->first = item->next_job) == NULL) {
+        queue->last = NULL;
+    }
+    return item;
+}
 
 #endif

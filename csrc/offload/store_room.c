@@ -1,7 +1,6 @@
 /* store_room.c: the memory of a store, and what leaves it. */
 #include "offload/store_room.h"
 
-#include "offload/store_queue.h"
 
 #include <stdlib.h>
 

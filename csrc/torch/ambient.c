@@ -4,8 +4,8 @@
 #include "torch/ambient.h"
 
 #include "torch/calls.h"
-#include "torch/device_rng.h"
 #include "torch/error.h"
+#include "torch/generators.h"
 #include "torch/rng.h"
 
 /* Store a call's result in *out, None as NULL. 0 or -1. */
@@ -201,4 +201,37 @@ void gck_ambient_clear(gck_ambient *a)
     Py_CLEAR(a->device_rng);
     gck_autocast_clear(&a->autocast);
     Py_CLEAR(a->device);
+}
+
+/* ---- torch.compile ---- */
+
+int gck_dynamo_off(const gck_py *py, PyObject **before)
+{
+    PyObject *callback = PyObject_CallNoArgs(py->frame_callback);
+
+    *before = NULL;
+    if (callback == NULL) {
+        return -1;
+    }
+    if (callback != Py_None) {
+        *before = PyObject_CallFunctionObjArgs(py->set_frame_callback, Py_None, NULL);
+    }
+    const int status = callback != Py_None && *before == NULL ? -1 : 0;
+    Py_DECREF(callback);
+    return status;
+}
+
+void gck_dynamo_restore(const gck_py *py, PyObject *before)
+{
+    gck_error error;
+
+    if (before == NULL) {
+        return;
+    }
+    error = gck_error_take();
+    if (gck_done(PyObject_CallFunctionObjArgs(py->set_frame_callback, before, NULL)) < 0) {
+        PyErr_WriteUnraisable(before);
+    }
+    gck_error_return(&error);
+    Py_DECREF(before);
 }

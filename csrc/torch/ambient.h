@@ -9,7 +9,7 @@
 /* Captured at forward time.  Everything owned; NULL means "nothing to do". */
 typedef struct {
     PyObject *cpu_rng;      /* state of the CPU generator: a copy, not a handle       */
-    PyObject *device_rng;   /* see device_rng.h                                       */
+    PyObject *device_rng;   /* see generators.h                                       */
     int       exact;        /* as torch: states are also given to captured graphs     */
     gck_autocast autocast;
     PyObject *device;       /* innermost torch.device context                         */
@@ -40,5 +40,16 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s);
 
 int  gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg);
 void gck_ambient_clear(gck_ambient *a);
+
+/* ---- torch.compile ---- */
+
+/* Where a graph breaks at a region, its function is called from code that is being compiled, and
+ * run again by a backward that may not be.  Dynamo's version would save other tensors than the
+ * recompute.  So no frame below is compiled in either run, as in torch; torch.compile objects
+ * inside still are.  *before: NULL, or owned, for gck_dynamo_restore.  0 or -1. */
+int gck_dynamo_off(const gck_py *py, PyObject **before);
+
+/* Restore the hook, also with an exception pending, which survives. */
+void gck_dynamo_restore(const gck_py *py, PyObject *before);
 
 #endif

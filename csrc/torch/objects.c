@@ -109,3 +109,23 @@ int gck_raise_torchs(const gck_py *py, const char *kind)
     Py_XDECREF(PyObject_CallFunction(py->call.raise_torchs, "s", kind));
     return -1;
 }
+
+/* ---- autograd's nodes ---- */
+
+int64_t gck_last_node_number(const gck_py *py)
+{
+    PyObject *value = PyObject_CallNoArgs(py->next_node_number);
+    const int64_t next = value != NULL ? PyLong_AsLongLong(value) : 0;
+
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? -1 : next - 1;
+}
+
+int64_t gck_node_number(const gck_py *py, PyObject *node)
+{
+    PyObject *value = PyObject_CallMethodObjArgs(node, py->names._sequence_nr, NULL);
+    const uint64_t number = value != NULL ? PyLong_AsUnsignedLongLong(value) : 0;
+
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? -1 : number > INT64_MAX ? INT64_MAX : (int64_t)number;
+}

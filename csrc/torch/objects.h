@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include "torch/abi.h"
+#include "torch/objects.h"
 #include "torch/rng.h"
 
 /* Python objects of torch that the hot paths call: looked up once, owned. */
@@ -171,5 +172,14 @@ void gck_py_clear(gck_py *py);
 
 /* Raise torch's own error of a kind, see gradckpt/_engine/torch_errors.py.  -1. */
 int gck_raise_torchs(const gck_py *py, const char *kind);
+
+/* ---- autograd's nodes ---- */
+
+/* The sequence number of a node; INT64_MAX for nodes without one; -1 with an exception.  Numbers
+ * grow within a thread. */
+int64_t gck_node_number(const gck_py *py, PyObject *node);
+
+/* The number of the node that this thread made last, -1 with an exception. */
+int64_t gck_last_node_number(const gck_py *py);
 
 #endif

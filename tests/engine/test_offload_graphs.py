@@ -28,4 +28,4 @@ def test_programs_with_a_file(tmp_path, sanitizer):
 
 @pytest.mark.soak
 def test_many_programs():
-    check(1000, 40_000)
+    check(1000, 10_000)

@@ -1,6 +1,6 @@
 """The offloader on a device whose streams are queues of this process, late and in any order that
 the events allow: random programs, each call of the device and each request for memory failing, each
-edge (offload/edge.h) left out, and free ranges beside a naive model (helpers/offload_*.c)."""
+edge (offload/event.h) left out, and free ranges beside a naive model (helpers/offload_*.c)."""
 
 import re
 
@@ -13,7 +13,7 @@ RANGES = ("space", "ranges", "event")
 
 def edges():
     """Name -> number, in the order of the enumeration."""
-    names = re.findall(r"GCK_EDGE_(\w+)(?: = 1)?,", source("edge.h").read_text())
+    names = re.findall(r"GCK_EDGE_(\w+)(?: = 1)?,", source("event.h").read_text())
     return {name: number for number, name in enumerate(names, 1)}
 
 

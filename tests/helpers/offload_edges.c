@@ -1,4 +1,4 @@
-/* Run by test_offloader.py: for each edge (offload/edge.h) a scenario in which it alone is necessary, on a device whose
+/* Run by test_offloader.py: for each edge (offload/event.h) a scenario in which it alone is necessary, on a device whose
  * streams are as late as the others allow (link_queues.h).
  *
  *     offload_edges
@@ -7,7 +7,7 @@
 #define _GNU_SOURCE
 #include "link_queues.h"
 #include "memory_file.h"
-#include "offload/edge.h"
+#include "offload/event.h"
 #include "offload/offloader.h"
 
 #include <unistd.h>

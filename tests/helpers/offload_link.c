@@ -10,7 +10,7 @@
 #include "failing_memory.h"
 #include "link_queues.h"
 #include "memory_file.h"
-#include "offload/edge.h"
+#include "offload/event.h"
 #include "offload/offloader.h"
 
 #include <stdatomic.h>

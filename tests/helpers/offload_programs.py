@@ -19,7 +19,7 @@ FAILING = tuple(
     f"-D{name}={name}_or_fail" for name in ("calloc", "realloc", "posix_memalign", "mmap", "pthread_create")
 )
 FAILING += tuple(f"-D{name}={name}_counted" for name in ("free", "munmap"))
-STORE = ("store", "store_room", "store_queue", "store_threads", "store_status", "file", "space", "ranges", "event")
+STORE = ("store", "store_room", "store_threads", "file", "space", "ranges", "event", "store_figures")
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def _folder():
 def program(
     name,
     *options,
-    sources=(*STORE, "offloader", "offloader_graph", "offloaded_ring", "ring", "transfer"),
+    sources=(*STORE, "offloader", "offloader_graph", "offloader_parts", "ring", "transfer"),
     of_sources=(),
 ):
     """The path of helpers/NAME.c as a program, built once per process; ``of_sources``: options of

@@ -5,11 +5,11 @@
 #include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/tensor.h"
+#include "engine/checkpoint_options.h"
+#include "engine/rounding.h"
 #include "engine/payload/argument_state.h"
-#include "engine/payload/eligible.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_bytes.h"
-#include "engine/payload/rounding.h"
 #include "engine/payload/sharing.h"
 
 #include <stdlib.h>

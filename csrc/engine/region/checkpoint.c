@@ -4,8 +4,8 @@
 
 #include "torch/abi.h"
 #include "torch/calls.h"
-#include "torch/device_rng.h"
-#include "torch/dynamo.h"
+#include "torch/generators.h"
+#include "torch/ambient.h"
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "engine/state.h"

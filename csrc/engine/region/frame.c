@@ -2,7 +2,7 @@
 #include "engine/region/frame.h"
 
 #include "engine/innermost_hooks.h"
-#include "engine/payload/rounding.h"
+#include "engine/rounding.h"
 #include "engine/payload/stats.h"
 #include "engine/selective/op_mixing.h"
 #include "engine/selective/selective_mode.h"

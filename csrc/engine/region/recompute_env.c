@@ -3,7 +3,7 @@
 
 #include "torch/abi.h"
 #include "torch/calls.h"
-#include "torch/dynamo.h"
+#include "torch/ambient.h"
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "engine/state.h"

@@ -8,7 +8,7 @@
 
 #include "torch/abi.h"
 #include "torch/calls.h"
-#include "torch/dynamo.h"
+#include "torch/ambient.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
 #include "engine/payload/input_aliasing.h"

@@ -6,11 +6,11 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
+#include "engine/rounding.h"
 #include "engine/state.h"
 #include "engine/payload/layout.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_bytes.h"
-#include "engine/payload/rounding.h"
 #include "engine/payload/sharing.h"
 
 /* ---- what is kept as it is ---- */

@@ -7,7 +7,6 @@
 #include "gradckpt.h"
 #include "torch/calls.h"
 #include "torch/error.h"
-#include "torch/graph_nodes.h"
 #include "torch/input.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"

@@ -3,7 +3,7 @@
 
 #include "torch/calls.h"
 #include "torch/error.h"
-#include "torch/graph_nodes.h"
+#include "torch/objects.h"
 #include "engine/saved/saved_node.h"
 
 #include <stdlib.h>

@@ -2,9 +2,9 @@
 #include "engine/saved/saved_reason.h"
 
 #include "gradckpt.h"
-#include "torch/graph_nodes.h"
+#include "torch/objects.h"
 #include "torch/tensor.h"
-#include "engine/payload/eligible.h"
+#include "engine/checkpoint_options.h"
 #include "engine/payload/packed.h"
 #include "engine/saved/saved_functions.h"
 #include "engine/saved/saved_leaf.h"

@@ -7,7 +7,7 @@
 #include "engine/saved/saved_search.h"
 
 #include "torch/error.h"
-#include "torch/graph_nodes.h"
+#include "torch/objects.h"
 #include "torch/tensor.h"
 #include "engine/payload/batch.h"
 #include "engine/payload/payload.h"

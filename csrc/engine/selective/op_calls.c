@@ -2,7 +2,7 @@
 #include "engine/selective/op_calls.h"
 
 #include "torch/calls.h"
-#include "torch/draws.h"
+#include "torch/generators.h"
 #include "torch/error.h"
 #include "torch/input.h"
 #include "torch/objects.h"

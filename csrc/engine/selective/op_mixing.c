@@ -2,7 +2,7 @@
 #include "engine/selective/op_mixing.h"
 
 #include "torch/calls.h"
-#include "torch/graph_nodes.h"
+#include "torch/objects.h"
 #include "engine/checkpoint_options.h"
 #include "engine/selective/op_outputs.h"
 

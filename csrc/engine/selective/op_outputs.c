@@ -9,11 +9,11 @@
 #include "torch/objects.h"
 #include "torch/tensor.h"
 #include "engine/innermost_hooks.h"
+#include "engine/rounding.h"
 #include "engine/payload/packed.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_bytes.h"
 #include "engine/payload/payload_decode.h"
-#include "engine/payload/rounding.h"
 #include "engine/payload/stats.h"
 
 #include <structmember.h>

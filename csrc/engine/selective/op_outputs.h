@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_OP_OUTPUTS_H
 #define GRADCKPT_OP_OUTPUTS_H
 
-#include "torch/draws.h"
+#include "torch/generators.h"
 #include "engine/state.h"
 #include "engine/selective/op_storage.h"
 

@@ -1,7 +1,7 @@
 /* op_policy.c: heap type OpPolicy: operators, and what happens to their outputs. */
 #include "engine/selective/op_policy.h"
 
-#include "torch/draws.h"
+#include "torch/generators.h"
 #include "engine/checkpoint_options.h"
 
 #include <stdlib.h>

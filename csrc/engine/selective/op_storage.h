@@ -27,7 +27,7 @@ typedef struct {
     /* what is kept of it; recompute_mark: nothing, it runs again; consumed_mark: it was handed out;
      * owned */
     PyObject     *entry;
-    PyObject     *drawn;    /* what it drew, see ../../torch/draws.h; owned, NULL: nothing         */
+    PyObject     *drawn;    /* what it drew, see torch/generators.h; owned, NULL: nothing          */
     int           lasting;  /* the entry stays, also in a store that serves one backward          */
 } gck_recorded_call;
 

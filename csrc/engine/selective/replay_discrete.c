@@ -2,7 +2,76 @@
 #include "engine/selective/replay_discrete.h"
 
 #include "engine/checkpoint_options.h"
-#include "engine/selective/checkpoint_replacement.h"
+#include "torch/error.h"
+
+/* ---- torch's own checkpoint inside a region of ours ----
+ *
+ * Its recompute would evaluate discrete operators anew, and calls none of our code.  So while a
+ * region that keeps discrete outputs runs, torch's function has another body (`__code__`, as under
+ * patched()).  It tests whether its thread is inside such a region and then takes the same function
+ * in C, equal to torch's but for the discrete outputs; other threads get torch's.  The last region
+ * that ends restores the body. */
+
+/* Find what there is to exchange: (torch's name, function, its code, ours), None where other code
+ * has replaced torch's function.  0 or -1. */
+static int find(gck_state *state)
+{
+    PyObject *now = PyObject_GetAttrString(state->py.checkpoint_module, "checkpoint");
+    const int known = now != NULL && state->torch_checkpoint != NULL
+        && PyTuple_GetItem(state->torch_checkpoint, 0) == now;
+
+    Py_XDECREF(now);
+    if (now == NULL || known) {
+        return now == NULL ? -1 : 0;
+    }
+    PyObject *old = state->torch_checkpoint;
+    state->torch_checkpoint = PyObject_CallFunction(state->py.call.torchs_checkpoint, NULL);
+    Py_XDECREF(old);
+    return state->torch_checkpoint == NULL ? -1 : 0;
+}
+
+static int exchange(gck_state *state)
+{
+    int on, status = state->replacements > 0 ? find(state) : 0;
+
+    do {                                         /* an audit hook may let another thread in, which may search anew */
+        PyObject *torchs = Py_XNewRef(state->torch_checkpoint);
+        on = state->replacements > 0;
+        if (status == 0 && torchs != NULL && PyTuple_Size(torchs) == 4) {
+            status = PyObject_SetAttrString(PyTuple_GetItem(torchs, 1), "__code__",
+                                            PyTuple_GetItem(torchs, on ? 3 : 2));
+        }
+        Py_XDECREF(torchs);
+    } while (on != (state->replacements > 0));
+    return status;
+}
+
+int gck_replace_checkpoint(gck_state *state, int by)
+{
+    gck_error error;
+    int status;
+
+    state->replacements += by;
+    if (state->replacements != (by > 0)) {             /* faster: already replaced, or still needed */
+        return 0;
+    }
+    error = gck_error_take();
+    status = exchange(state);
+    gck_error_return(&error);
+    if (status < 0 && by > 0) {
+        state->replacements -= by;
+    }
+    return status;
+}
+
+PyObject *gck_replace_checkpoint_py(PyObject *module, PyObject *by)
+{
+    const long n = PyLong_AsLong(by);
+
+    return PyErr_Occurred() || gck_replace_checkpoint(gck_state_of(module), (int)n) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- the rule ---- */
 
 int gck_replay_discrete_announce(gck_state *state, gck_active *active)
 {

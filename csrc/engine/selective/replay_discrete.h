@@ -1,4 +1,4 @@
-/* replay_discrete.h: which regions keep discrete outputs. */
+/* replay_discrete.h: which regions keep discrete outputs, and how torch's checkpoint inside one does, too. */
 #ifndef GRADCKPT_REPLAY_DISCRETE_H
 #define GRADCKPT_REPLAY_DISCRETE_H
 
@@ -25,5 +25,11 @@ int gck_replay_discrete_announce(gck_state *state, gck_active *active);
 
 /* For Python: replays_discrete(). */
 PyObject *gck_replays_discrete_py(PyObject *module, PyObject *unused);
+
+/* One more region (by 1) or one less (by -1) needs it; a pending exception survives.  0 or -1. */
+int gck_replace_checkpoint(gck_state *state, int by);
+
+/* For Python: replace_checkpoint(by). */
+PyObject *gck_replace_checkpoint_py(PyObject *module, PyObject *by);
 
 #endif

@@ -11,7 +11,6 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
-#include "engine/selective/checkpoint_replacement.h"
 #include "engine/selective/op_calls.h"
 #include "engine/selective/op_hiding.h"
 #include "engine/selective/op_outputs.h"

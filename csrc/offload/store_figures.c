@@ -1,5 +1,5 @@
-/* store_status.c: words for what a store answers. */
-#include "offload/store_status.h"
+/* store_figures.c: words for what a store answers. */
+#include "offload/store_figures.h"
 
 #include "offload/file.h"
 

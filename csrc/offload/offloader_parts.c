@@ -1,7 +1,5 @@
-/* offloaded_ring.c: parts of the ring that bytes have. */
-#include "offload/offloaded_ring.h"
-
-#include "offload/store_status.h"
+/* offloader_parts.c: parts of the ring that bytes have. */
+#include "offload/offloader_parts.h"
 
 int gck_offloaded_used_by(gck_offloaded *b, void *stream)
 {

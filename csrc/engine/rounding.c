@@ -1,5 +1,5 @@
 /* rounding.c: numbers for the noise of stochastic rounding. */
-#include "engine/payload/rounding.h"
+#include "engine/rounding.h"
 
 /* The state of the innermost region that runs on this thread; NULL: none. */
 static _Thread_local gck_rounding *inside;
