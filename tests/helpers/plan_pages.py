@@ -1,6 +1,6 @@
 """What pages show of ``gradckpt plan``: the output of the commands that stand in them.
 
-    python tests/helpers/plan_pages.py docs/decide.md README.md
+    python tests/helpers/plan_pages.py docs/decide.md docs/budgets.md README.md
 
 A mark after a command names the parts of its output to show. Models are built from the shapes
 below, in a folder that has the name of the hub's. Long sentences are wrapped, as a terminal does.

@@ -12,7 +12,7 @@ from checkout import HELPERS, ROOT
 pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
-PAGES = ("README.md", "docs/decide.md")
+PAGES = ("README.md", "docs/decide.md", "docs/budgets.md")
 RERUN = "run python tests/helpers/plan_pages.py " + " ".join(PAGES)
 
 
@@ -56,7 +56,7 @@ def test_an_old_figure_is_replaced(tmp_path):
 @these_versions
 def test_the_live_model_prints_what_the_page_shows():
     page = (ROOT / "docs" / "decide.md").read_text()
-    section = page[page.index("## The live model") :]
+    section = page[page.index("## A plan of a live model") :]
     program, shown = (re.search(rf"```{kind}\n(.*?)```", section, re.S)[1] for kind in ("python", "text"))
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(shown.rstrip("\n"))
