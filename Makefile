@@ -94,7 +94,7 @@ docs: $(VENV)/.docs  ## the documentation as a site, in build/docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # with --quiet, mkdocs counts no warnings
 	@echo "build/docs/index.html"
 
-gpu:  ## on a CUDA machine: doors, byte parity, sanitizers, streams, speed, memory; tables, a picture (8 minutes after the build)
+gpu:  ## on a CUDA machine: entry points, byte parity, sanitizers, streams, speed, memory; tables, a picture (8 minutes after the build)
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 	    cards="$$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | tr -d ' ' | sort -u | paste -sd, -)"; \
 	    own="$(GPU_PYTHON)"; \

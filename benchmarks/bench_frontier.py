@@ -2,7 +2,7 @@
 recomputing activations.
 
     python benchmarks/bench_frontier.py [--quick] [--device cuda] [--json FILE] [--plot FILE.svg]
-                                        [--page docs/frontier.md]
+                                        [--page docs/saved.md]
 
 A Llama of the Hugging Face library, float32, after some steps of training. Peak: of a step, by
 gradckpt.track_memory; gradients are there before, so activations alone count. Time: forward and

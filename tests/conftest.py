@@ -147,7 +147,7 @@ WORLDS = {
     "test_distributed_pipeline",
     "test_distributed_trainer",
     "test_docs",
-    "test_doors",
+    "test_first_run",
     "test_gpu",
     "test_launches",
     "test_lightning",

@@ -483,7 +483,7 @@ class TestTwoRanks:
 
 
 def test_fsdp_strategy_skips_its_flag_for_wrapped_modules():
-    """What docs/lightning.md quotes."""
+    """What docs/frameworks.md quotes."""
     module = Stack()
     for i in range(LAYERS):
         module.blocks[i] = gradckpt.compat.checkpoint_wrapper(module.blocks[i])
@@ -491,7 +491,7 @@ def test_fsdp_strategy_skips_its_flag_for_wrapped_modules():
         "FSDP checkpointing is configured, but the model already contains checkpointed layers. "
         "Checkpointing will be ignored."
     )
-    assert words in (ROOT / "docs" / "lightning.md").read_text().replace("\n", " ")
+    assert words in (ROOT / "docs" / "frameworks.md").read_text().replace("\n", " ")
     with pytest.warns(UserWarning, match=words):
         _setup_activation_checkpointing(module, _activation_checkpointing_kwargs(None, {Block}))
     assert sum(isinstance(each, CheckpointWrapper) for each in module.modules()) == LAYERS

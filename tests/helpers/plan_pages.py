@@ -1,9 +1,10 @@
 """What pages show of ``gradckpt plan``: the output of the commands that stand in them.
 
-    python tests/helpers/plan_pages.py docs/decide.md README.md
+    python tests/helpers/plan_pages.py docs/decide.md docs/budgets.md README.md
 
 A mark after a command names the parts of its output to show. Models are built from the shapes
-below, in a folder that has the name of the hub's. Long sentences are wrapped, as a terminal does.
+below, in a folder that has the name of the hub's. Long sentences are wrapped, as a terminal does,
+and a table becomes one of Markdown, whose cells wrap where a page is narrow.
 """
 
 import contextlib
@@ -103,13 +104,32 @@ def output_of(command):
     return dict(zip(names, texts, strict=True))
 
 
+def columns_of(lines):
+    """The places of each column; between columns, two places are empty in all lines."""
+    width = max(map(len, lines))
+    used = "".join("x" if any(line[i : i + 1].strip() for line in lines) else " " for i in range(width))
+    return [found.span() for found in re.finditer(r"x( ?x)*", used)]
+
+
+def as_markdown(table):
+    """The printed table as one of Markdown; a column of figures is aligned to the right."""
+    lines = table.splitlines()
+    columns = columns_of(lines)
+    rows = [[line[start:end].strip() for start, end in columns] for line in lines]
+    ends = [{len(line[start:end].rstrip()) for line in lines} - {0} for start, end in columns]
+    rule = ["---:" if len(each) == 1 else "---" for each in ends]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
+
+
 def shown(parts, names):
-    texts = []
+    """Blocks of text, and the table between them."""
+    shown_parts = []
     for name in names.split(", "):
-        wraps = name in ("verdict", "fixed", "about")
         lines = parts[name].splitlines()
-        texts.append("\n".join(textwrap.fill(line, 100) for line in lines) if wraps else parts[name])
-    return "```text\n" + "\n\n".join(texts) + "\n```"
+        if name in ("verdict", "fixed", "about"):
+            lines = [textwrap.fill(line, 100) for line in lines]
+        shown_parts.append(as_markdown(parts[name]) if name == "table" else "```text\n" + "\n".join(lines) + "\n```")
+    return "\n\n".join(shown_parts).replace("\n```\n\n```text\n", "\n\n")
 
 
 def written(page):
@@ -121,7 +141,7 @@ def written(page):
         Path(name).write_text(source)
 
     def output(mark):
-        command = [*COMMAND.finditer(page, 0, mark.start())][-1][1]
+        command = [*COMMAND.finditer(page, 0, mark.start())][-1][1].replace("\\\n", " ")
         return shown(output_of(command), mark["parts"])
 
     return page_marks.fill(page, MARKS, output)

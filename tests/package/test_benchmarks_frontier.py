@@ -14,7 +14,7 @@ import bench_frontier
 import frontier_picture
 import frontier_ways
 
-PAGE = (ROOT / "docs" / "frontier.md").read_text()
+PAGE = (ROOT / "docs" / "saved.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,9 @@ import gradckpt
 
 PAGES = {path.name: path.read_text() for path in [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"]}
 
+#: Pages for contributors, which are not in the site.
+INSIDE = {"architecture.md", "decisions.md"}
+
 #: A fenced block, or a comment that makes what the page takes for granted: <!-- python ... -->.
 BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$|^<!-- python\n(.*?)^-->$", re.M | re.S)
 
@@ -41,17 +44,17 @@ def printed_by(text):
             yield output[2]
 
 
-#: Pages of frameworks that are installed beside the tests' packages, and where.
-ELSEWHERE = {
-    "deepspeed.md": frameworks.ENGINES,
-    "timm.md": frameworks.FOLDER,
-    "torchtitan.md": frameworks.ENGINES,
-}
+#: What is run in one process: a page, or a section of frameworks.md.
+PROGRAMS = {name: text for name, text in PAGES.items() if program_of(text) and name != "frameworks.md"}
+PROGRAMS |= {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGES["frameworks.md"], flags=re.M)[1:]}
+
+#: Frameworks that are installed beside the tests' packages, and where.
+ELSEWHERE = {"DeepSpeed": frameworks.ENGINES, "timm": frameworks.FOLDER, "torchtitan": frameworks.ENGINES}
 
 
 def environment(folder=None):
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "NO_MKDOCS_2_WARNING": "1"}  # the latter: news of the theme's makers
-    quiet |= {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # what docs/memory.md says of torch's profiler
+    quiet |= {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # what docs/stats.md says of torch's profiler
     given = frameworks.environment(folder) if folder else {**os.environ, "PYTHONPATH": str(ROOT)}
     return {**given, "HF_HUB_OFFLINE": "1", **quiet}
 
@@ -63,16 +66,21 @@ def run(*command, cwd=ROOT, folder=None):
 # ---- examples ----
 
 
-@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if program_of(text)])
+@pytest.mark.parametrize("page", PROGRAMS)
 def test_examples_run(page, tmp_path):
     program = tmp_path / "page.py"
-    program.write_text(program_of(PAGES[page]))
-    before = [HELPERS / "torchvision_operators.py"] if page == "timm.md" else []
+    program.write_text(program_of(PROGRAMS[page]))
+    before = [HELPERS / "torchvision_operators.py"] if page == "timm" else []
     done = run(sys.executable, *before, program, cwd=tmp_path, folder=ELSEWHERE.get(page))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for output in printed_by(PAGES[page]):
+    for output in printed_by(PROGRAMS[page]):
         assert output in done.stdout
+
+
+def test_each_section_of_frameworks_has_a_program():
+    assert set(ELSEWHERE) <= set(PROGRAMS)
+    assert all(map(program_of, PROGRAMS.values()))
 
 
 def test_readme_links_to_what_is_there():
@@ -171,7 +179,8 @@ def site(tmp_path_factory):
 
 
 def test_every_page_is_built(site):
-    assert set(site) == {name.replace(".md", ".html") for name in PAGES if name != "README.md"} | {"404.html"}
+    pages = PAGES.keys() - INSIDE - {"README.md"} | {"index.md", "changelog.md", "404.md"}
+    assert set(site) == {name.replace(".md", ".html") for name in pages}
     assert all(len(page.text) > 1000 for name, page in site.items() if name != "404.html")
 
 
@@ -189,13 +198,21 @@ def test_tables_are_tables(site):
         assert not re.search(r"^\s*\|.*\|.*\|\s*$", page.text.replace("```", ""), re.M) or name == "codecs.html", name
 
 
-def test_changelog_is_in_the_site(site):
+def test_files_of_the_root_are_in_the_site(site):
+    assert "Turn it on" in site["index.html"].text
     assert "Keep a Changelog" in site["changelog.html"].text
+
+
+def test_the_sidebar_is_short():
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    listed = re.findall(r"^ +- (?:.*: )?(\w+\.md)$", nav, re.M)
+    assert sorted(listed) == sorted(PAGES.keys() - INSIDE - {"README.md"} | {"index.md"})
+    assert len(listed) <= 18
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_compress_and_use_reentrant_do_not_stand_in_one_dict(name):
-    """Together they silence torch where gradckpt was not imported: see huggingface.md."""
+    """Together they silence torch where gradckpt was not imported: see frameworks.md."""
     dicts = re.findall(r"\{[^{}]*\}", PAGES[name])
     assert not [text for text in dicts if "compress" in text and "use_reentrant" in text]
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import plan_pages
 import pytest
 import torch
 from checkout import HELPERS, ROOT
@@ -12,7 +13,7 @@ from checkout import HELPERS, ROOT
 pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
-PAGES = ("README.md", "docs/decide.md")
+PAGES = ("README.md", "docs/decide.md", "docs/budgets.md")
 RERUN = "run python tests/helpers/plan_pages.py " + " ".join(PAGES)
 
 
@@ -41,6 +42,24 @@ def test_pages_show_what_the_command_prints(page, tmp_path):
     assert written(text, tmp_path) == text, RERUN
 
 
+def test_a_table_becomes_one_of_markdown():
+    printed = """\
+regions                       option               kept each  time each
+model.layers.0 (LlamaLayer)   recompute           896.00 MiB    +316 ms
+model.layers.1 to 3 (3 more)  recompute, offload         0 B
+"""
+    parts = {"verdict": "It fits.", "table": printed, "about": "A Llama."}
+    assert plan_pages.shown(parts, "verdict, table, about").splitlines() == [
+        *("```text", "It fits.", "```", ""),
+        "| regions | option | kept each | time each |",
+        "| --- | --- | ---: | ---: |",
+        "| model.layers.0 (LlamaLayer) | recompute | 896.00 MiB | +316 ms |",
+        "| model.layers.1 to 3 (3 more) | recompute, offload | 0 B |  |",
+        *("", "```text", "A Llama.", "```"),
+    ]
+    assert plan_pages.shown(parts, "verdict, about") == "```text\nIt fits.\n\nA Llama.\n```"
+
+
 def test_an_old_figure_is_replaced(tmp_path):
     command = "gradckpt plan google/vit-large-patch16-224 --batch 2"
     mark = "<!-- of its output, by tests/helpers/plan_pages.py: verdict, lines -->"
@@ -56,7 +75,7 @@ def test_an_old_figure_is_replaced(tmp_path):
 @these_versions
 def test_the_live_model_prints_what_the_page_shows():
     page = (ROOT / "docs" / "decide.md").read_text()
-    section = page[page.index("## The live model") :]
+    section = page[page.index("## A plan of a live model") :]
     program, shown = (re.search(rf"```{kind}\n(.*?)```", section, re.S)[1] for kind in ("python", "text"))
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(shown.rstrip("\n"))
+    assert " ".join(done.stdout.split()).startswith(" ".join(shown.split()))  # the page wraps a sentence

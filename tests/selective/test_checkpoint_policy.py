@@ -148,8 +148,10 @@ VALUES = {
 
 
 def refused():
-    """Pairs of keywords that the table in docs/plain.md calls an error."""
-    section = (ROOT / "docs" / "plain.md").read_text().split("### Keywords together")[1].split("\n## ")[0]
+    """Pairs of keywords that the table in docs/apply.md calls an error."""
+    section = (
+        (ROOT / "docs" / "apply.md").read_text().split("### Keywords of `checkpoint` together")[1].split("\n## ")[0]
+    )
     rows = re.findall(r"^\| `(\w+)` and `(\w+)(?:=True)?` \| `ValueError`", section, re.M)
     return set(map(frozenset, rows))
 

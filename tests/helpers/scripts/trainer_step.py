@@ -1,4 +1,4 @@
-"""A step of the Trainer with its flag alone, as docs/huggingface.md writes it."""
+"""A step of the Trainer with its flag alone, as docs/frameworks.md writes it."""
 
 import tempfile
 

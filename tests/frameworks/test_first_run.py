@@ -1,8 +1,8 @@
-"""The doors: scripts as frameworks' own docs write them, with and without gradckpt,
-beside each other.
+"""First runs: scripts as frameworks' own docs write them, with and without gradckpt, beside each
+other.
 
-``examples/doors/before`` and ``after`` hold each script twice;
-what differs is in docs/doors.md, too.
+``examples/first_run/before`` and ``after`` hold each script twice; docs/start.md shows what
+differs.
 """
 
 import difflib
@@ -16,11 +16,11 @@ import pytest
 import torch
 from checkout import EXAMPLES, HELPERS, ROOT, SCRIPTS
 
-DOORS = EXAMPLES / "doors"
+FOLDER = EXAMPLES / "first_run"
 FRONT_END = HELPERS / "front_end"
-PAGE = (ROOT / "docs" / "doors.md").read_text()
+PAGE = (ROOT / "docs" / "start.md").read_text()
 
-NAMES = sorted(path.stem for path in (DOORS / "before").glob("*.py"))
+NAMES = sorted(path.stem for path in (FOLDER / "before").glob("*.py"))
 
 #: Regions of three steps.
 REGIONS = dict.fromkeys(("nano_gpt", "lora", "sft", "dpo", "grpo", "vit", "front_end"), 3 * 4) | {"unet": 3 * 11}
@@ -34,7 +34,7 @@ CLEAN, OF_LIBRARIES = WARNINGS[:2], WARNINGS
 
 
 def lines_of(folder, name):
-    return (DOORS / folder / f"{name}.py").read_text().splitlines()
+    return (FOLDER / folder / f"{name}.py").read_text().splitlines()
 
 
 def changed(name):
@@ -50,7 +50,7 @@ def changed(name):
 
 def exact(name, folder):
     """A copy of the script with gradckpt, which compresses nothing."""
-    text = (DOORS / "after" / f"{name}.py").read_text()
+    text = (FOLDER / "after" / f"{name}.py").read_text()
     copy = text.replace('"int8"', "None").replace("enable(model)", "enable(model, None)")
     assert text.count("None") + 1 == copy.count("None")
     (folder / f"exact_{name}.py").write_text(copy)
@@ -63,7 +63,7 @@ def train(folder, programs, environment=None, before=(), warnings=CLEAN):
     env = environment or {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS)))}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONWARNINGS"] = ",".join(warnings)
-    command = [sys.executable, *before, SCRIPTS / "door_probe.py", "out.pt", *programs]
+    command = [sys.executable, *before, SCRIPTS / "first_run_probe.py", "out.pt", *programs]
     done = subprocess.run(
         [str(each) for each in command], cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
@@ -73,7 +73,7 @@ def train(folder, programs, environment=None, before=(), warnings=CLEAN):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Of every door: what the script did without gradckpt, with it, and with it and no codec."""
+    """Of every script: what the script did without gradckpt, with it, and with it and no codec."""
     found = {}
     for names, where in (
         (("nano_gpt", "unet"), {}),
@@ -81,7 +81,7 @@ def trained(tmp_path_factory):
         (("vit",), {"environment": frameworks.environment(), "before": [HELPERS / "torchvision_operators.py"]}),
     ):
         folder = tmp_path_factory.mktemp(names[0])
-        scripts = [DOORS / how / f"{name}.py" for how in ("before", "after") for name in names]
+        scripts = [FOLDER / how / f"{name}.py" for how in ("before", "after") for name in names]
         results, _ = train(folder, [*scripts, *(exact(name, folder) for name in names)], **where)
         found |= {name: results[i :: len(names)] for i, name in enumerate(names)}
     folder = tmp_path_factory.mktemp("front_end")
@@ -143,4 +143,4 @@ def test_without_a_codec_it_is_torchs_to_the_bit(trained, name):
 
 def test_every_script_is_trained():
     assert {*NAMES, "front_end"} == COMPRESSED.keys()
-    assert sorted(path.stem for path in (DOORS / "after").glob("*.py")) == NAMES
+    assert sorted(path.stem for path in (FOLDER / "after").glob("*.py")) == NAMES

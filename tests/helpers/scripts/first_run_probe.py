@@ -1,6 +1,6 @@
 """Runs programs one after the other in this process, and writes what their training did.
 
-``python door_probe.py OUT PROGRAM...``, where the arguments of a program follow it in one word.
+``python first_run_probe.py OUT PROGRAM...``: a program and its arguments are one word.
 """
 
 import atexit
