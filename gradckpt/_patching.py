@@ -37,8 +37,6 @@ from gradckpt._offload import OffloadLike, parse_offload
 from gradckpt._stats import PEAKS, Stats, highest, latest_peaks, restart_peaks, stats
 from gradckpt.policies import PolicyLike
 
-__all__ = ["patched"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

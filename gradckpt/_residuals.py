@@ -16,8 +16,6 @@ from gradckpt._engine.op_policy import LABEL, SAVE, Policy
 from gradckpt._engine.user_lines import ENGINES, outside
 from gradckpt._stats import advice, format_bytes
 
-__all__ = ["Residual", "Residuals", "residuals"]
-
 #: A tensor outside all nodes of the graph: the input of a checkpoint region, or of a node that ends
 #: with the call.
 _NO_NODE = "(no node)"

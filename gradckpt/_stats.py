@@ -10,8 +10,6 @@ from typing import Any
 from gradckpt import _C
 from gradckpt._engine import places
 
-__all__ = ["Stats", "stats"]
-
 
 class Compiled:
     """Counters of torch.compile's graphs: what one call of each keeps."""

@@ -27,8 +27,6 @@ from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_
 from gradckpt._import_hooks import after_import
 from gradckpt._stats import compiled as compiled_stats
 
-__all__ = ["Replacement", "bind_not_torchs", "hook_import", "replace_checkpoint"]
-
 logger = logging.getLogger("gradckpt")
 
 

@@ -40,22 +40,6 @@ from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._version import __version__
 
-__all__ = [
-    "CODEC",
-    "FORM",
-    "MARKS",
-    "Packed",
-    "available",
-    "claim",
-    "hooks",
-    "is_compiling",
-    "keep_packed",
-    "region_input",
-    "rounded",
-    "version",
-    "warn_unavailable",
-]
-
 _library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
 for _name in ("region_input", "rounded"):
     if not hasattr(torch.ops.gradckpt, _name):  # else a gradckpt imported before has defined it: torch defines once

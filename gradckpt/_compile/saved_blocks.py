@@ -22,8 +22,6 @@ from gradckpt._compile import graph, saved_roles_traced
 from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 
-__all__ = ["KEPT", "add_results", "settings_text"]
-
 _library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
 _SCHEMAS = {
     "saved_begin": "(str settings) -> ()",

@@ -23,8 +23,6 @@ from gradckpt._compile.graph import CODEC, FORM, MARKS, dtypes, may_overflow
 from gradckpt._compile.saved_forms import CASTS, hint
 from gradckpt._compile.saved_roles_traced import ACTIVATION, BLOCK, KIND, SAVED, How, Settings, is_same, whole_of
 
-__all__ = ["decide"]
-
 #: Reasons for staying exact: those of ``stats()["uncompressed"]``.
 EXACT, SMALL, LEAF = "backward needs it exactly", "smaller than min_numel", "leaf"
 GRAD, RETURNED = "does not require grad", "returned by the graph"

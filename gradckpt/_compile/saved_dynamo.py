@@ -16,8 +16,6 @@ from gradckpt._engine import saved_tensors
 from gradckpt._engine import torch_private as private
 from gradckpt._stats import compiled as compiled_stats
 
-__all__ = ["CONSTANT", "IN_BLOCKS", "SUBSTITUTES"]
-
 
 def parse_saved(compress: Any, offload: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Return the settings of a block; the config is the argument of an operator, or None."""

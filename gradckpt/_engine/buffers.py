@@ -27,8 +27,6 @@ from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials
 
-__all__ = ["register"]
-
 Names = Union[tuple[str, ...], Callable[[Module], Iterable[str]]]
 
 

@@ -13,8 +13,6 @@ import torch
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.discrete import FORMS
 
-__all__ = ["MadeTensors"]
-
 
 @functools.cache
 def _choosing() -> frozenset[Any]:

@@ -14,8 +14,6 @@ from gradckpt._engine.places import place_of
 from gradckpt._engine.torch_errors import for_sequential, warn_torchs
 from gradckpt._offload import OffloadLike
 
-__all__ = ["Segment", "checkpoint_sequential"]
-
 Segments = Union[int, str, Sequence[int]]
 
 _OPTIONS = (

@@ -22,8 +22,6 @@ from gradckpt._engine.graph_leaves import leaves_behind
 from gradckpt._engine.token_check import NARROW, TOKENS, TokenCheck, part_of, without_autocast_cache, without_policies
 from gradckpt._engine.torch_objects import make_saved_tensor
 
-__all__ = ["TokenCheck", "run_in_tiles"]
-
 
 def run_in_tiles(
     module: Module,

@@ -15,8 +15,6 @@ from gradckpt._engine import torch_private as private
 from gradckpt._engine.graph_leaves import reaches_before
 from gradckpt._engine.made_tensors import MadeTensors
 
-__all__ = ["NARROW", "TOKENS", "TokenCheck", "part_of", "without_autocast_cache", "without_policies"]
-
 #: The dimension of the tokens: the last but one.
 TOKENS = -2
 

@@ -46,8 +46,6 @@ from gradckpt._offload import Offload
 from gradckpt._stats import compiled, stats
 from gradckpt.selectors import every
 
-__all__ = ["Chosen", "Region", "checkpointed_by", "choose", "region_of", "regions_in"]
-
 
 def choose(model: Module, rules: Rules, defaults: Settings, every_n: int, offload: Offload | None) -> Chosen:
     """Return which modules the rules choose, and how; :func:`gradckpt.enable` describes rules.
