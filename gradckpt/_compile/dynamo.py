@@ -154,7 +154,7 @@ def _marking(
         raise refusal(f"gradckpt: {name}= needs use_reentrant=False")
     if config is not None and config.stochastic:
         raise refusal("gradckpt: stochastic=True cannot be compiled; leave it out, or do not compile")
-    if not graph.available():
+    if private.load_cut() is None:
         graph.warn_unavailable("inputs of compiled regions stay")
         return None
     output = private.dynamo.InstructionTranslator.current_tx().output

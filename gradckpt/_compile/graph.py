@@ -419,15 +419,9 @@ _LAYOUT = (torch.ops.aten.permute.default, torch.ops.aten.clone.default)
 # ---- around the backend ----
 
 
-def available() -> bool:
-    """Return whether AOTAutograd tells hooks which node they are called for (torch 2.8 and
-    later).
-    """
-    return private.load_cut() is not None
-
-
 @functools.cache
 def warn_unavailable(what: str) -> None:
+    """Warn where AOTAutograd does not tell hooks which node they are called for."""
     warn_inactive(
         f"torch.compile: torch {torch.__version__} does not tell hooks what they save, so {what} uncompressed; install "
         "torch 2.12",

@@ -47,7 +47,7 @@ def decide(forward: Graph, backward: Graph) -> dict[str, int]:
         settings = next((each.meta[BLOCK] for each in chain if BLOCK in each.meta), None)
         if settings is None or CODEC in node.meta or node.target in MARKS:
             continue
-        how = _judge(node, place, settings, made) if returned.isdisjoint(chain) else RETURNED
+        how = _how_it_crosses(node, place, settings, made) if returned.isdisjoint(chain) else RETURNED
         if isinstance(how, How):
             node.meta[CODEC], node.meta[FORM] = how.codec, how.form
         elif how is not None:
@@ -55,7 +55,7 @@ def decide(forward: Graph, backward: Graph) -> dict[str, int]:
     return reasons
 
 
-def _judge(node: Node, place: Node, settings: Settings, made: dict[str, Node]) -> How | str | None:
+def _how_it_crosses(node: Node, place: Node, settings: Settings, made: dict[str, Node]) -> How | str | None:
     """Return how a tensor crosses, or why it stays exact; None for what is no activation."""
     value = node.meta["val"]
     if value.dtype == torch.bool:

@@ -79,7 +79,7 @@ def _keep_operators() -> None:
 
 def _has_blocks() -> bool:
     """Return whether the graph may have blocks: an exported one has none."""
-    if not graph.available():
+    if private.load_cut() is None:
         graph.warn_unavailable("what compress_saved() keeps in compiled graphs stays")
         return False
     return not private.dynamo.InstructionTranslator.current_tx().output.export

@@ -41,15 +41,11 @@ class _Rules(dict[int, tuple[Any, Names]]):
 
     def __setitem__(self, key: int, rule: tuple[type, Names]) -> None:
         super().__setitem__(key, rule)
-        _forget_types()
+        _C.forget_types()
 
     def __delitem__(self, key: int) -> None:
         super().__delitem__(key)
-        _forget_types()
-
-
-def _forget_types() -> None:
-    _C.forget_types()
+        _C.forget_types()
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -72,7 +72,9 @@ class Chosen:
     def __init__(self, tree: Tree, settings: dict[str, Settings], offload: Offload | None) -> None:
         self.tree = tree
         self.places = {name: chosen.get("offload", offload) for name, chosen in settings.items()}
-        self.settings = {name: _without_place(chosen) for name, chosen in settings.items()}
+        self.settings = {
+            name: {key: value for key, value in chosen.items() if key != "offload"} for name, chosen in settings.items()
+        }
 
     def is_installed(self) -> bool:
         """Return whether exactly these modules are regions, with these settings, and still call
@@ -108,10 +110,6 @@ class Chosen:
         activity.register(self.tree.model)
         activity.expect(self.tree.model, _why_inactive)
         activity.watch(self.tree.model, functools.partial(_why_replaced, list(map(weakref.ref, regions))))
-
-
-def _without_place(settings: Settings) -> Settings:
-    return {key: value for key, value in settings.items() if key != "offload"}
 
 
 # ---- the wrapper ----
