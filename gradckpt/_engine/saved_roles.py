@@ -15,7 +15,7 @@ import torch
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
 
-#: False while a step on paper stands for one on a GPU, where reading values would synchronize.
+#: False while a simulated step stands for one on a GPU, where reading values would synchronize.
 are_rows_read = True
 
 
@@ -124,8 +124,8 @@ def _kept(norm: Any) -> torch.Tensor | None:
 
 
 def _holds(condition: torch.Tensor) -> bool:
-    """Return whether it holds everywhere; on paper, where values are assumed to be ordinary, it
-    does.
+    """Return whether it holds everywhere; in a simulated step, whose values are assumed to be
+    ordinary, it does.
     """
     everywhere = condition.all()
     return _C.on_paper() or bool(everywhere)
