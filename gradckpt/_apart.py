@@ -26,8 +26,6 @@ import torch
 
 from gradckpt._host_random import host_random
 
-__all__ = ["Restorable", "apart", "can_fork", "shown_as_base", "side_by_side"]
-
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 

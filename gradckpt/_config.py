@@ -17,8 +17,6 @@ from gradckpt import _C
 from gradckpt._codec_names import ALIASES, resolve_codec
 from gradckpt._engine.user_lines import user_frame
 
-__all__ = ["CompressionConfig", "get_rounding_state", "set_rounding_state"]
-
 T = TypeVar("T")
 
 #: The codec of ``compress=True``.

@@ -16,8 +16,6 @@ from gradckpt._planning.live_budget import LiveBudget
 from gradckpt._planning.region_plan import Plan, plan_of
 from gradckpt.policies import PolicyLike
 
-__all__ = ["enable"]
-
 
 def enable(
     model: Module,

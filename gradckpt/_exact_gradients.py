@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["Comparison", "ExactGradients"]
-
 #: The number of values that are converted to float64 at a time.
 _CHUNK = 2**16
 

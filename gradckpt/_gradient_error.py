@@ -34,8 +34,6 @@ from gradckpt._training_step import (
     tensors_of_batch,
 )
 
-__all__ = ["StepErrors", "gradient_error"]
-
 T = TypeVar("T")
 
 #: One candidate, a list of them, or a mapping of names to them.

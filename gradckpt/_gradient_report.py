@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Floor", "GradientError", "GradientErrors"]
-
 #: Without the error of bf16 for the same step, an error above this is called large: bf16's is 0.3
 #: to 5 % (docs/numerics.md).
 _LIMIT = 0.01

@@ -8,8 +8,6 @@ import types
 from collections.abc import Container, Mapping
 from typing import Any
 
-__all__ = ["holder_of"]
-
 _CACHE: Any = type(functools.lru_cache(lambda: None))
 
 #: Containers in containers that are looked through.

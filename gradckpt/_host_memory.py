@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-__all__ = ["free_host_memory", "total_host_memory"]
-
 #: What a control group may use, and what it uses; version 2, then 1.
 _CGROUP = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["host_random"]
-
 
 def host_random() -> Callable[[], None]:
     """Return a function that puts the default generators of torch's CPU, of Python and, if it is

@@ -14,8 +14,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["after_import"]
-
 logger = logging.getLogger("gradckpt")
 
 Then = Callable[[ModuleType], None]

@@ -24,8 +24,6 @@ from gradckpt._allocations import KINDS, OUTSIDE, MemoryPoint, analyse, mark, re
 from gradckpt._engine import torch_private as private
 from gradckpt._stats import format_bytes
 
-__all__ = ["DeviceMemory", "MemoryPoint", "track_memory"]
-
 #: Modules that only wrap another one; their names are not part of a region's name.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 

@@ -12,8 +12,6 @@ from gradckpt._config import advise, explains_keywords, written
 from gradckpt._host_memory import free_host_memory
 from gradckpt._sizes import parse_bytes
 
-__all__ = ["PLACES", "Offload", "OffloadLike", "parse_offload", "plain_data"]
-
 #: The file's directory: kept across reboots, so hardly ever in memory.
 _DIRECTORY = "/var/tmp"
 PLACES = ("cpu", "disk")

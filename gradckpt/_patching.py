@@ -37,8 +37,6 @@ from gradckpt._offload import OffloadLike, parse_offload
 from gradckpt._stats import PEAKS, Stats, highest, latest_peaks, restart_peaks, stats
 from gradckpt.policies import PolicyLike
 
-__all__ = ["patched"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -167,7 +165,7 @@ def _torchs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _sequential(functions: Any, segments: Any, input: Any, use_reentrant: Any, kwargs: dict[str, Any]) -> Any:
-    if use_reentrant is None and in_force():
+    if use_reentrant is None and any(handle._acts for handle in _active[-1:]):
         use_reentrant = False
     return _SEQUENTIAL.stock(functions, segments, input, use_reentrant, **kwargs)
 
@@ -290,7 +288,9 @@ class patched:
                 return
             self._after = stats()
             self._peaks = highest(self._peaks, latest_peaks(_C.stats()))
-            self._unhook()
+            if self._step_hook is not None:
+                self._step_hook.remove()
+                self._step_hook = None
             _active[:] = [handle for handle in _active if handle is not self]
             if not _active:
                 for body in _BODIES:
@@ -362,9 +362,6 @@ class patched:
             function, tensors = unbound(function)
             kwargs |= tensors
         return _C.checkpoint(function, *args, compress=self.config, offload=self._place, buffers="torch", **kwargs)
-
-    def _replacement(self) -> dynamo.Replacement:
-        return dynamo.Replacement(self.config, self._context_fn, self._place)
 
     # ---- the report ----
 
@@ -445,11 +442,6 @@ class patched:
         if self._steps == PATIENCE and _active[-1:] == [self]:
             self._say()
 
-    def _unhook(self) -> None:
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
-
     def _say(self) -> None:
         """Warn once, unless the engine has already warned."""
         reason = self.inactive_reason
@@ -460,15 +452,10 @@ class patched:
         activity.say(f"{what}: {reason}", mend=not activity.are_small(self.stats()))
 
 
-def in_force() -> bool:
-    """Return whether the innermost patch changes calls of torch's checkpoint."""
-    return any(handle._acts for handle in _active[-1:])
-
-
 def _tell_dynamo() -> None:
     """Tell torch.compile the settings of the innermost patch."""
-    acting = [handle for handle in _active[-1:] if handle._acts]
-    dynamo.replace_checkpoint(acting[0]._replacement() if acting else None)
+    acting = (dynamo.Replacement(h.config, h._context_fn, h._place) for h in _active[-1:] if h._acts)
+    dynamo.replace_checkpoint(next(acting, None))
 
 
 def _is_tracing() -> bool:

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-__all__ = ["Reachable"]
-
 #: Packages whose classes and globals are not the user's.
 _FOREIGN = sys.stdlib_module_names | {"torch", "torchvision", "numpy", "gradckpt", "triton", "pytest", "_pytest"}
 #: What of these may hold what a step made; other threads change what others of Python hold.

@@ -12,11 +12,10 @@ import torch
 from gradckpt import _C
 from gradckpt._engine import saved_roles, selective
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.arguments import module_behind
 from gradckpt._engine.op_policy import LABEL, SAVE, Policy
 from gradckpt._engine.user_lines import ENGINES, outside
 from gradckpt._stats import advice, format_bytes
-
-__all__ = ["Residual", "Residuals", "residuals"]
 
 #: A tensor outside all nodes of the graph: the input of a checkpoint region, or of a node that ends
 #: with the call.
@@ -230,13 +229,6 @@ def _storage(x: torch.Tensor) -> tuple[int, int] | None:
     return (storage._cdata, storage.nbytes()) if storage.nbytes() else None
 
 
-def _module_of(fn: Any) -> torch.nn.Module | None:
-    """Return the module behind a function, if it can be seen."""
-    fn = getattr(fn, "func", fn)
-    owner = getattr(fn, "__self__", fn)
-    return owner if isinstance(owner, torch.nn.Module) else None
-
-
 def _rows(saved: list[_Saved], module: torch.nn.Module | None, inputs: Any) -> Iterator[Residual]:
     known: dict[Any, str] = {}
     parameters = [*module.parameters(), *module.buffers()] if module is not None else []
@@ -280,7 +272,7 @@ def residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
     Raises:
         RuntimeError: torch has disabled saved-tensor hooks. Exceptions of ``fn`` arrive unchanged.
     """
-    module = _module_of(fn)
+    module = module_behind(fn)
     recorder = _Recorder(module)
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices), torch.enable_grad():

@@ -26,8 +26,6 @@ from gradckpt._models.switch import Handle, Modules, enable, snapshot, take_off
 from gradckpt.integrations.transformers import models
 from gradckpt.selectors import describe
 
-__all__ = ["EXACT", "NONE", "READY", "TORCH", "Candidate", "Setting", "in_parts", "in_tiles", "quiet", "setting_of"]
-
 logger = logging.getLogger("gradckpt")
 
 #: Keywords of enable that gradckpt.checkpoint does not have.

@@ -10,8 +10,6 @@ from typing import Any
 from gradckpt import _C
 from gradckpt._engine import places
 
-__all__ = ["Stats", "stats"]
-
 
 class Compiled:
     """Counters of torch.compile's graphs: what one call of each keeps."""
@@ -229,12 +227,14 @@ def _whole(n: float) -> str:
     return f"{n:,.0f}"
 
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
 def _sizes(*sizes: float) -> str:
     """Format sizes in one unit, that of the largest: ``12.0 -> 3.05 MiB``."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = next((i for i in range(len(units) - 1) if max(sizes) < 1000 * 1024**i), len(units) - 1)
+    power = next((i for i in range(len(_UNITS) - 1) if max(sizes) < 1000 * 1024**i), len(_UNITS) - 1)
     scaled = (n / 1024**power for n in sizes)
-    return " -> ".join(f"{n:.0f}" if not power or n >= 100 else f"{n:#.3g}" for n in scaled) + f" {units[power]}"
+    return " -> ".join(f"{n:.0f}" if not power or n >= 100 else f"{n:#.3g}" for n in scaled) + f" {_UNITS[power]}"
 
 
 class _Counting:
@@ -336,8 +336,5 @@ def latest_peaks(counters: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def format_bytes(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
-        n /= 1024
-    raise AssertionError
+    power = next((i for i in range(3) if n < 1024 ** (i + 1)), 3)
+    return f"{n / 1024**power:.{2 if power else 0}f} {_UNITS[power]}"

@@ -15,8 +15,6 @@ from gradckpt._holders import holder_of
 from gradckpt._host_random import host_random
 from gradckpt._reachable import Reachable
 
-__all__ = ["TrainingState"]
-
 
 class TrainingState:
     """What a model and others (a batch, a step's function) lead to, generators, and gradients.

@@ -18,20 +18,6 @@ from gradckpt._apart import shown_as_base
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_report import SAMPLES, TOKENS
 
-__all__ = [
-    "StepWrites",
-    "alone",
-    "autocast_on",
-    "halves_of",
-    "higher_order_in",
-    "loss_of",
-    "refuse_writes",
-    "run_alone",
-    "step_of_batch",
-    "step_of_function",
-    "tensors_of_batch",
-]
-
 T = TypeVar("T")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
@@ -132,15 +133,13 @@ def by_name(name: str) -> Policy:
     Raises:
         ValueError: The policy or the codec is unknown; the message lists the names.
     """
-    combined: Policy | None = None
+    policies = []
     for part in name.split("|"):
         plain, _, codec = part.strip().partition(":")
         if plain not in _BY_NAME:
             raise ValueError(f"gradckpt: unknown policy {plain!r}; {_instead(plain)}")
-        policy = _BY_NAME[plain].compressed(codec) if codec else _BY_NAME[plain]
-        combined = policy if combined is None else combined | policy
-    assert combined is not None
-    return combined
+        policies.append(_BY_NAME[plain].compressed(codec) if codec else _BY_NAME[plain])
+    return functools.reduce(operator.or_, policies)
 
 
 def _instead(name: str) -> str:

@@ -412,7 +412,7 @@ _WAIT = """
 import pathlib, pickle
 room = {{"__name__": "gradckpt._import_hooks"}}
 exec(pathlib.Path({source!r}).read_text(encoding="utf-8"), room)
-room["after_import"]("torch", lambda torch: pickle.loads({begin!r}))
+room["after_import"]("torch", lambda torch: pickle.loads({begin!r})())
 """
 
 
@@ -423,18 +423,8 @@ class _Inherited:
         self.options = options
 
     def __reduce__(self) -> Any:
-        begin = pickle.dumps(_Begin(self.options))
+        begin = pickle.dumps(functools.partial(_inherit, *self.options))
         return exec, (_WAIT.format(source=_import_hooks.__file__, begin=begin), {})
-
-
-class _Begin:
-    """A pickle that begins the run."""
-
-    def __init__(self, options: tuple[Any, ...]) -> None:
-        self.options = options
-
-    def __reduce__(self) -> Any:
-        return _inherit, self.options
 
 
 _inherited: list[_Run] = []  # multiprocessing refers to it weakly

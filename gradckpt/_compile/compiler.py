@@ -20,8 +20,6 @@ from gradckpt._engine.custom_ops import payload_nbytes
 from gradckpt._stats import compiled as compiled_stats
 from gradckpt._stats import format_bytes
 
-__all__ = ["Backend", "install"]
-
 logger = logging.getLogger("gradckpt")
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from gradckpt._config import CompressionConfig
 from gradckpt._engine import torch_private as private
 
-__all__ = ["contents", "refusal"]
-
 _FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
 
 

@@ -27,8 +27,6 @@ from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_
 from gradckpt._import_hooks import after_import
 from gradckpt._stats import compiled as compiled_stats
 
-__all__ = ["Replacement", "bind_not_torchs", "hook_import", "replace_checkpoint"]
-
 logger = logging.getLogger("gradckpt")
 
 
@@ -156,7 +154,7 @@ def _marking(
         raise refusal(f"gradckpt: {name}= needs use_reentrant=False")
     if config is not None and config.stochastic:
         raise refusal("gradckpt: stochastic=True cannot be compiled; leave it out, or do not compile")
-    if not graph.available():
+    if private.load_cut() is None:
         graph.warn_unavailable("inputs of compiled regions stay")
         return None
     output = private.dynamo.InstructionTranslator.current_tx().output

@@ -40,22 +40,6 @@ from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._version import __version__
 
-__all__ = [
-    "CODEC",
-    "FORM",
-    "MARKS",
-    "Packed",
-    "available",
-    "claim",
-    "hooks",
-    "is_compiling",
-    "keep_packed",
-    "region_input",
-    "rounded",
-    "version",
-    "warn_unavailable",
-]
-
 _library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
 for _name in ("region_input", "rounded"):
     if not hasattr(torch.ops.gradckpt, _name):  # else a gradckpt imported before has defined it: torch defines once
@@ -435,15 +419,9 @@ _LAYOUT = (torch.ops.aten.permute.default, torch.ops.aten.clone.default)
 # ---- around the backend ----
 
 
-def available() -> bool:
-    """Return whether AOTAutograd tells hooks which node they are called for (torch 2.8 and
-    later).
-    """
-    return private.load_cut() is not None
-
-
 @functools.cache
 def warn_unavailable(what: str) -> None:
+    """Warn where AOTAutograd does not tell hooks which node they are called for."""
     warn_inactive(
         f"torch.compile: torch {torch.__version__} does not tell hooks what they save, so {what} uncompressed; install "
         "torch 2.12",

@@ -26,8 +26,6 @@ from gradckpt._compile import saved_joint
 from gradckpt._compile.graph import CODEC, region_input, version
 from gradckpt._engine import torch_private as private
 
-__all__ = ["hooks"]
-
 _RECOMPUTE, _REGION, _SIDE, _NUMBER = "recompute", "ac_graph_id", "partitioner_tag", "seq_nr"
 _TAGS = (_RECOMPUTE, _REGION, _SIDE, _NUMBER, CODEC)
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

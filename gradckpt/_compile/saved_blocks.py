@@ -21,8 +21,7 @@ from torch.fx import GraphModule, Node
 from gradckpt._compile import graph, saved_roles_traced
 from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
-
-__all__ = ["KEPT", "add_results", "settings_text"]
+from gradckpt._engine.region_callbacks import tracing_mode_active
 
 _library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
 _SCHEMAS = {
@@ -65,7 +64,7 @@ _tracing = _Tracing()
 
 def _begin(settings: str) -> None:
     _tracing.open.append((private.next_node_number(), settings))
-    if not graph.is_compiling() and not _is_traced():
+    if not graph.is_compiling() and not tracing_mode_active():
         _warn_uncompiled()
 
 
@@ -87,11 +86,6 @@ def _results(xs: Sequence[torch.Tensor], activations: Sequence[torch.Tensor]) ->
 
 for _name, _kernel in (("saved_begin", _begin), ("saved_end", _end), ("saved_results", _results)):
     _library.impl(_name, _kernel, "CompositeImplicitAutograd")
-
-
-def _is_traced() -> bool:
-    keys = private.mode_keys
-    return any(private.get_dispatch_mode(key) is not None for key in (keys.FUNCTIONAL, keys.FAKE))
 
 
 @functools.cache

@@ -23,8 +23,6 @@ from gradckpt._compile.graph import CODEC, FORM, MARKS, dtypes, may_overflow
 from gradckpt._compile.saved_forms import CASTS, hint
 from gradckpt._compile.saved_roles_traced import ACTIVATION, BLOCK, KIND, SAVED, How, Settings, is_same, whole_of
 
-__all__ = ["decide"]
-
 #: Reasons for staying exact: those of ``stats()["uncompressed"]``.
 EXACT, SMALL, LEAF = "backward needs it exactly", "smaller than min_numel", "leaf"
 GRAD, RETURNED = "does not require grad", "returned by the graph"
@@ -49,7 +47,7 @@ def decide(forward: Graph, backward: Graph) -> dict[str, int]:
         settings = next((each.meta[BLOCK] for each in chain if BLOCK in each.meta), None)
         if settings is None or CODEC in node.meta or node.target in MARKS:
             continue
-        how = _judge(node, place, settings, made) if returned.isdisjoint(chain) else RETURNED
+        how = _how_it_crosses(node, place, settings, made) if returned.isdisjoint(chain) else RETURNED
         if isinstance(how, How):
             node.meta[CODEC], node.meta[FORM] = how.codec, how.form
         elif how is not None:
@@ -57,7 +55,7 @@ def decide(forward: Graph, backward: Graph) -> dict[str, int]:
     return reasons
 
 
-def _judge(node: Node, place: Node, settings: Settings, made: dict[str, Node]) -> How | str | None:
+def _how_it_crosses(node: Node, place: Node, settings: Settings, made: dict[str, Node]) -> How | str | None:
     """Return how a tensor crosses, or why it stays exact; None for what is no activation."""
     value = node.meta["val"]
     if value.dtype == torch.bool:

@@ -16,8 +16,6 @@ from gradckpt._engine import saved_tensors
 from gradckpt._engine import torch_private as private
 from gradckpt._stats import compiled as compiled_stats
 
-__all__ = ["CONSTANT", "IN_BLOCKS", "SUBSTITUTES"]
-
 
 def parse_saved(compress: Any, offload: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Return the settings of a block; the config is the argument of an operator, or None."""
@@ -81,7 +79,7 @@ def _keep_operators() -> None:
 
 def _has_blocks() -> bool:
     """Return whether the graph may have blocks: an exported one has none."""
-    if not graph.available():
+    if private.load_cut() is None:
         graph.warn_unavailable("what compress_saved() keeps in compiled graphs stays")
         return False
     return not private.dynamo.InstructionTranslator.current_tx().output.export

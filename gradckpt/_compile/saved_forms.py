@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CAST", "CASTS", "hint", "memory_order", "pack_saved", "unpack_saved"]
-
 #: Inductor decomposes other casts, but not those that come as late as this.
 CAST = torch.ops.prims.convert_element_type.default
 #: Codecs that are casts. What they might not hold does not occur where a form goes with them.

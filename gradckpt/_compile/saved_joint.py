@@ -19,8 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt._compile.saved_roles_traced import AGAIN, KIND, SAVED, How, is_same
 
-__all__ = ["SIGNS", "rewrite"]
-
 _SIDE, _NUMBER, _RECOMPUTE, _REGION = "partitioner_tag", "seq_nr", "recompute", "ac_graph_id"
 _aten = torch.ops.aten
 

@@ -24,8 +24,6 @@ from gradckpt import _C
 from gradckpt._compile.saved_forms import hint
 from gradckpt._engine import torch_private as private
 
-__all__ = ["ACTIVATION", "AGAIN", "BLOCK", "KIND", "SAVED", "How", "Settings", "is_same", "note", "whole_of"]
-
 #: Keys of a traced node's ``meta``: how autograd's nodes save it, by their numbers; what autograd's
 #: node of its operator is; the settings of its block.
 SAVED, KIND, BLOCK = "gradckpt_saved", "gradckpt_kind", "gradckpt_block"

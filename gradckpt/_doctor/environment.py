@@ -161,17 +161,13 @@ def kernels(archs: str, capability: tuple[int, int]) -> str:
 
 
 def cuda(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return driver, cards and ``problem``, the reason why the CUDA codecs cannot run, or None.
+    """Return the CUDA version that the driver supports (None without one), cards and ``problem``,
+    the reason why the CUDA codecs cannot run, or None.
 
     ``info`` is the result of :func:`gradckpt._C.build_info`.
     """
     gpus = [gpu(info, i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return {"driver": driver(info), "gpus": gpus, "problem": problem(info, gpus)}
-
-
-def driver(info: Mapping[str, Any]) -> str | None:
-    """Return the CUDA version that the driver supports; None without a driver."""
-    return cuda_version(info["cuda_driver"])
+    return {"driver": cuda_version(info["cuda_driver"]), "gpus": gpus, "problem": problem(info, gpus)}
 
 
 def gpu(info: Mapping[str, Any], index: int) -> dict[str, Any]:

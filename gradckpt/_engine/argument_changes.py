@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradckpt._config import warn_user
+from gradckpt._engine.argument_state import attributes_of
 from gradckpt._engine.arguments import module_behind, name_of
 
 #: Deeper values, and those after so many, are not looked at.
@@ -70,10 +71,7 @@ def _container(x: Any) -> tuple[_Seen, _Inside]:
 
 
 def _attributes(x: Any) -> _Inside:
-    """Return the attributes of an object, those in slots too."""
-    state = object.__getstate__(x)  # None, a dict, or the dict and the slots
-    parts = state if isinstance(state, tuple) else (state,)
-    return [(f".{name}", value) for part in parts for name, value in (part or {}).items()]
+    return [(f".{name}", value) for name, value in attributes_of(x).items()]
 
 
 def _look(x: Any) -> tuple[_Seen | None, _Inside]:

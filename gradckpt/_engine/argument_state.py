@@ -52,14 +52,11 @@ def _same(a: Any, b: Any, depth: int = 0) -> bool:
     return _is_plain(a) and bool(a == b)
 
 
-def _attributes(container: Any) -> dict[str, Any]:
-    found = dict(getattr(container, "__dict__", ()))
-    for kind in type(container).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(container, name):
-                found[name] = getattr(container, name)
-    return found
+def attributes_of(x: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots too."""
+    state = object.__getstate__(x)  # None, a dict, or the dict and the slots
+    parts = state if isinstance(state, tuple) else (state,)
+    return {name: value for part in parts for name, value in (part or {}).items()}
 
 
 def _items(container: Any) -> Any:
@@ -79,10 +76,10 @@ def _lost(container: Any, children: list[Any], spec: Any, only_plain: bool) -> d
     twin = private.tree_unflatten(children, spec)
     if only_plain and (type(twin) is not type(container) or not _same(_items(container), _items(twin))):
         return None
-    made = _attributes(twin)
+    made = attributes_of(twin)
     lost = {
         name: value
-        for name, value in _attributes(container).items()
+        for name, value in attributes_of(container).items()
         if name not in made or not _same(value, made[name])
     }
     return None if only_plain and not _is_plain(lost) else lost
@@ -116,9 +113,5 @@ def give_container_state(container: Any, state: State) -> None:
         at = container
         for i in path:
             at = _children(at)[0][i]
-        own = getattr(at, "__dict__", None)
         for name, value in attributes.items():
-            if own is not None:
-                own[name] = value
-            else:
-                object.__setattr__(at, name, value)
+            object.__setattr__(at, name, value)  # in a slot, too; the class may have a method of its own for it

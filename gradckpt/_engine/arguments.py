@@ -15,19 +15,6 @@ import torch
 
 from gradckpt._config import instead_of, written
 
-__all__ = [
-    "OPTIONS",
-    "check_bool",
-    "check_option",
-    "module_behind",
-    "name_of",
-    "need_grad",
-    "note_keyword",
-    "own_keywords",
-    "unbound",
-    "without_partials",
-]
-
 FLAGS = ("preserve_rng_state", "early_stop", "debug")
 #: A flag, too; None: as torch does by default.
 HOOKS_SEE_KEPT = "respect_saved_tensors_hooks"

@@ -27,8 +27,6 @@ from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials
 
-__all__ = ["register"]
-
 Names = Union[tuple[str, ...], Callable[[Module], Iterable[str]]]
 
 
@@ -43,15 +41,11 @@ class _Rules(dict[int, tuple[Any, Names]]):
 
     def __setitem__(self, key: int, rule: tuple[type, Names]) -> None:
         super().__setitem__(key, rule)
-        _forget_types()
+        _C.forget_types()
 
     def __delitem__(self, key: int) -> None:
         super().__delitem__(key)
-        _forget_types()
-
-
-def _forget_types() -> None:
-    _C.forget_types()
+        _C.forget_types()
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -24,6 +24,7 @@ from gradckpt._engine import (
     saved_roles,
     torch_errors,
     torch_objects,
+    torch_private,
 )
 from gradckpt._engine import region_callbacks as region
 from gradckpt._engine import selective_callbacks as selective
@@ -39,7 +40,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "buffer_roots": buffers.roots_of,
     "call_negated": selective.call_negated,
     "call_within": region.call_within,
-    "candidate": selective.candidate,
+    "candidate": selective.Candidate,
     "capture": parameter_hooks.capture,
     "check_aliases": input_aliasing.check_and_write_back,
     "check_buffers": buffers.check,
@@ -96,7 +97,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "rows_are_alike": saved_roles.rows_are_alike,
     "same_metadata": region.same_metadata,
     "saved_samples": ill_conditioned.SavedSamples,
-    "selective_key": selective.selective_key,
+    "selective_key": torch_private.storage_key,  # of a higher order operator
     "selective_mode": selective.selective_mode,
     "selective_policy": selective.selective_policy,
     "stays_on_device": places.stays_on_device,

@@ -7,8 +7,6 @@ from typing import Any
 
 from gradckpt._engine import torch_private as private
 
-__all__ = ["holds_still"]
-
 
 def holds_still(tree: Any, leaves: Sequence[Any], spec: Any) -> bool:
     """Return whether containers have the leaves and the structure that they had: a call has not

@@ -14,8 +14,6 @@ import torch
 from gradckpt._engine.arguments import TAKEN, own_keywords
 from gradckpt._engine.torch_errors import for_reentrant, warn_torchs
 
-__all__ = ["Bound", "Decorated", "call", "check_runs_at_call", "decorate"]
-
 
 def decorate(
     module: Any, names: tuple[str, ...], values: tuple[Any, ...], unknown: dict[str, Any] | None, exact: int

@@ -32,17 +32,14 @@ def check(rows: list[Row]) -> None:
 
 
 def check_and_write_back(rows: list[Row]) -> None:
-    """Check all writes first, then copy them back to the caller's tensors."""
-    check(rows)
-    write_back(rows)
-
-
-def write_back(rows: list[Row]) -> None:
-    """Copy what a region wrote to the fake-quantized replacement of an argument to the argument.
+    """Check all writes, then copy what a region wrote to the fake-quantized replacement of an
+    argument to the argument.
 
     Raises:
-        RuntimeError: the replacement's shape or dtype changed, so it cannot be copied.
+        RuntimeError: as :func:`check`; or the replacement's shape or dtype changed, so it cannot
+            be copied.
     """
+    check(rows)
     for x, fed, _, version in rows:
         if fed is x or fed._version == version:
             continue

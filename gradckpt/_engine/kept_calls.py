@@ -203,7 +203,7 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
     if random is not None:
         after = random_state.snapshot()
         kept.random = after if after[1] or after[0] is not random[0] else None
-    kept.saved = _here().saved
+    kept.saved = _Region(*(_C.running_region() or region)).saved
     kept.returned = True
     return result
 
@@ -253,16 +253,14 @@ def _skip_hidden(region: _Region, name: str, kept: _Kept, leaves: list[Any]) -> 
             )
         with torch.no_grad():
             x = x.detach()
-            region.pack(x if view is None else _view(x, view))
+            if view is not None:
+                x = x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+            region.pack(x)
     if not kept.returned:  # a backward inside the call needs no more than what was saved before it
         raise private.StopRecomputation
     if kept.random is not None:
         random_state.restore(kept.random)
     return private.tree_unflatten([_output(name, out, leaves) for out in kept.outputs], kept.spec)
-
-
-def _view(x: torch.Tensor, view: _View) -> torch.Tensor:
-    return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
 
 
 def _output(name: str, out: Any, leaves: list[Any]) -> Any:
@@ -378,12 +376,6 @@ def _call_in_graph(function: Callable[..., Any], name: str, recompute: bool, arg
 
 
 # ---- region() ----
-
-
-def _here() -> _Region:
-    found = _C.running_region()
-    assert found is not None
-    return _Region(*found)
 
 
 #: Each returns whether a forward that runs now is part of a recompute.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,13 +11,6 @@ import torch
 
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.discrete import FORMS
-
-__all__ = ["MadeTensors"]
-
-
-@functools.cache
-def _choosing() -> frozenset[Any]:
-    return frozenset(FORMS)
 
 
 class MadeTensors(private.TorchDispatchMode):  # type: ignore[misc]
@@ -30,7 +22,7 @@ class MadeTensors(private.TorchDispatchMode):  # type: ignore[misc]
         self.made: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _choosing():
+        if func in FORMS:
             self.choices.append(func)
         result = func(*args, **(kwargs or {}))
         self.made += [weakref.ref(x) for x in private.tree_leaves(result) if isinstance(x, torch.Tensor)]

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
-from gradckpt._config import Compress, CompressionConfig, parse_compress
+from gradckpt._config import Compress, CompressionConfig, changes, parse_compress
 from gradckpt._engine import torch_errors
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import is_catchable
@@ -196,9 +196,7 @@ def keeping_effects(policy: Policy) -> Policy:
 def _short(config: CompressionConfig | None) -> str:
     if config is None:
         return ""
-    default = CompressionConfig(config.codec)
-    given = {key: value for key, value in config.to_dict().items() if value != getattr(default, key)}
-    changed = [f"{key}={value!r}" for key, value in given.items()]
+    changed = changes(config)
     return f"{config.codec}({', '.join(changed)})" if changed else config.codec
 
 

@@ -12,16 +12,6 @@ from gradckpt import _C
 from gradckpt._config import GradckptInactiveWarning, warn_user
 from gradckpt._offload import Offload, parse_offload
 
-__all__ = [
-    "apart_from_others",
-    "figures",
-    "offload_of",
-    "pinning_refused",
-    "place_again",
-    "place_of",
-    "stays_on_device",
-]
-
 #: For how many payloads a ring of no given size has room: of regions, of compress_saved().
 REGIONS, SAVED = 3, 16
 

@@ -42,8 +42,8 @@ class _Names(NamedTuple):
 _found: _Names | None = None
 
 
-def _names() -> _Names | None:
-    """Look the names up; None, with a warning, where one is missing."""
+def _names() -> Any:
+    """Return the :class:`_Names`; None, with a warning, where one is missing."""
     global _found
     if _found is None:
         try:
@@ -174,7 +174,6 @@ class _Region:
     def state(self) -> Any:
         if self.made is None:
             names = _names()
-            assert names is not None
             index = {"save_output_persist_index": _AllKept()} if self.approximate else {}
             self.made = names.make_state(records=_Records(), state_hooks=(self.keeper,), **index)
             self.made.records.keeper = self.keeper  # not the region: a circle would keep tensors until gc runs
@@ -261,7 +260,6 @@ def _through(names: _Names, pack: Any) -> Any:
 def remat_enter(region: _Region, replay: int) -> tuple[tuple[Any, Any, Any], ...]:
     """Return the context variables of a run of the region: (set, value, reset)."""
     names = _names()
-    assert names is not None
     if replay:
         return ((names.set, _Active(region, names.recompute), names.reset),)
     region.first = private.next_node_number()
@@ -280,7 +278,6 @@ def remat_enter(region: _Region, replay: int) -> tuple[tuple[Any, Any, Any], ...
 
 def remat_leave(region: _Region, replay: int, failed: int, result: Any) -> None:
     names = _names()
-    assert names is not None
     if region.keeper.keeps:  # the call failed
         region.keeper.snapshot()
     if not failed and region.made is not None and region.made.records:

@@ -15,7 +15,7 @@ import torch
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
 
-#: False while a step on paper stands for one on a GPU, where reading values would synchronize.
+#: False while a simulated step stands for one on a GPU, where reading values would synchronize.
 are_rows_read = True
 
 
@@ -101,7 +101,7 @@ def rows_are_alike(node: Any, x: torch.Tensor, values: int) -> bool:
 
     ``node`` is the norm that saves it, and a row is ``values`` values under one mean and scale.
     """
-    if _kept(node, "result1") is None:
+    if _kept(node) is None:
         return False
     rows = x.detach().reshape(-1, values)
     touching = min(127 // rows.shape[1] + 2, rows.shape[0])  # rows that share a group
@@ -112,22 +112,20 @@ def rows_are_alike(node: Any, x: torch.Tensor, values: int) -> bool:
     return are_rows_read and _holds(alike)
 
 
-def _kept(node: Any, *arguments: str) -> torch.Tensor | None:
-    """Return the uncompressed tensor that the node saves through ``compress_saved()``.
+def _kept(norm: Any) -> torch.Tensor | None:
+    """Return the uncompressed statistics that a norm's node saves through ``compress_saved()``.
 
     It returns None where outer hooks hold the tensor. Unpacking it there may recompute a region,
     which gets other values than its forward but must make the same choice.
     """
-    names = [f"_raw_saved_{argument}" for argument in arguments]
-    raw = next((getattr(node, name) for name in names if hasattr(node, name)), None)
-    data = getattr(raw, "data", None)
+    data = getattr(getattr(norm, "_raw_saved_result1", None), "data", None)
     value = getattr(getattr(data, "packed", data), "value", None)  # other hooks may hold it in an object of theirs
     return value if isinstance(value, torch.Tensor) else None
 
 
 def _holds(condition: torch.Tensor) -> bool:
-    """Return whether it holds everywhere; on paper, where values are assumed to be ordinary, it
-    does.
+    """Return whether it holds everywhere; in a simulated step, whose values are assumed to be
+    ordinary, it does.
     """
     everywhere = condition.all()
     return _C.on_paper() or bool(everywhere)

@@ -18,8 +18,6 @@ from gradckpt._engine.places import SAVED, place_of
 from gradckpt._models import activity
 from gradckpt._offload import Offload, OffloadLike, parse_offload
 
-__all__ = ["call_saved", "compress_saved", "parse_saved"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

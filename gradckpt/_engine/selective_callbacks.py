@@ -23,6 +23,7 @@ from gradckpt._engine.catching import catch
 from gradckpt._engine.graph_leaves import leaves_behind
 from gradckpt._engine.op_effects import has_effect
 from gradckpt._engine.op_policy import keeping_effects, kept, read_policy
+from gradckpt._engine.torch_objects import barred_by
 from gradckpt._patching import CHECKPOINT
 
 # ---- policies ----
@@ -125,7 +126,7 @@ def through_modes(key: Any, call: Any, args: Any, kwargs: Any) -> Any:
 # ---- names ----
 
 
-class _Candidate:
+class Candidate:
     """An output that may get a name.
 
     ``refs`` finds it again when a tensor of the same memory gets one. A single tensor is not kept
@@ -159,11 +160,7 @@ class _Candidate:
             return x.detach().as_strided(size, stride, offset)
 
 
-def candidate(out: Any, line: int, call: int) -> _Candidate:
-    return _Candidate(out, line, call)
-
-
-def find_candidate(candidates: list[_Candidate] | None, x: Any, name: str) -> tuple[Any, int, int]:
+def find_candidate(candidates: list[Candidate] | None, x: Any, name: str) -> tuple[Any, int, int]:
     """Return (output, line, call) of the last operator that wrote the memory of x.
 
     The output is None if it was written into since.
@@ -178,7 +175,7 @@ def find_candidate(candidates: list[_Candidate] | None, x: Any, name: str) -> tu
     )
 
 
-def copy_candidates(candidates: list[_Candidate], x: torch.Tensor) -> None:
+def copy_candidates(candidates: list[Candidate], x: torch.Tensor) -> None:
     """Copy outputs that may get a name before x is written into."""
     for each in candidates:
         if each.lies_in(x):
@@ -217,17 +214,11 @@ def together(rest: Any, tensors: Any) -> Any:
     return private.tree_unflatten([next(each) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
 
-def barred(grads: Any) -> list[torch.Tensor | None]:
-    """Return the gradients with a history that raises when they are differentiated.
-
-    They are aliases, because one of them may be the incoming gradient itself.
-    """
-    node = private.DelayedError
-    text = (
-        "gradckpt: SelectiveRecompute has no gradient of its gradient (create_graph=True); use gradckpt.checkpoint "
-        "with policy="
-    )
-    return [None if grad is None else node(text, 1)(grad.detach().requires_grad_()) for grad in grads]
+barred = functools.partial(
+    barred_by,
+    "gradckpt: SelectiveRecompute has no gradient of its gradient (create_graph=True); use gradckpt.checkpoint "
+    "with policy=",
+)
 
 
 #: id(module) -> weak reference to it, and the methods already checked. A module need not be
@@ -329,11 +320,6 @@ def generator_of(args: Any, kwargs: Any) -> torch.Generator | None:
     generators = getattr(module, "default_generators", ())
     index = module.current_device() if module is not None and device.index is None else device.index
     return generators[index] if generators else None
-
-
-def selective_key(func: Any, args: Any) -> Any:
-    """Return the key under which torch stores a higher order operator."""
-    return private.storage_key(func, args)
 
 
 if private.asks_policies_after:

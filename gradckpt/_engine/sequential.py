@@ -10,24 +10,12 @@ from typing import Any, Union
 
 from gradckpt._C import checkpoint
 from gradckpt._config import Compress
+from gradckpt._engine.arguments import OPTIONS
 from gradckpt._engine.places import place_of
 from gradckpt._engine.torch_errors import for_sequential, warn_torchs
 from gradckpt._offload import OffloadLike
 
-__all__ = ["Segment", "checkpoint_sequential"]
-
 Segments = Union[int, str, Sequence[int]]
-
-_OPTIONS = (
-    "buffers",
-    "context_fn",
-    "debug",
-    "determinism_check",
-    "early_stop",
-    "policy",
-    "preserve_rng_state",
-    "respect_saved_tensors_hooks",
-)
 
 
 class Segment:
@@ -149,7 +137,7 @@ def checkpoint_sequential(
 
     Source: torch.utils.checkpoint.checkpoint_sequential; Chen et al. 2016, arXiv:1604.06174.
     """
-    unknown = [name for name in options if name not in _OPTIONS]
+    unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise for_sequential(dict.fromkeys(unknown))
     if use_reentrant is None:

@@ -20,9 +20,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._engine.containers import holds_still
 from gradckpt._engine.graph_leaves import leaves_behind
 from gradckpt._engine.token_check import NARROW, TOKENS, TokenCheck, part_of, without_autocast_cache, without_policies
-from gradckpt._engine.torch_objects import make_saved_tensor
-
-__all__ = ["TokenCheck", "run_in_tiles"]
+from gradckpt._engine.torch_objects import barred_by, make_saved_tensor
 
 
 def run_in_tiles(
@@ -199,13 +197,10 @@ class _Tiles(torch.autograd.Function):
             found = ctx.run.backward(grad.detach(), list(ctx.needs_input_grad[1:]))
         if not private.keeps_graph():
             ctx.run = None
-        return None, *(_barred(found) if torch.is_grad_enabled() else found)
+        return None, *(barred_by(_NO_SECOND, found) if torch.is_grad_enabled() else found)
 
 
-def _barred(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return the gradients with a history that raises when they are differentiated."""
-    text = "gradckpt: tiles= has no gradient of its gradient (create_graph=True); leave tiles= out"
-    return [None if x is None else private.DelayedError(text, 1)(x.detach().requires_grad_()) for x in grads]
+_NO_SECOND = "gradckpt: tiles= has no gradient of its gradient (create_graph=True); leave tiles= out"
 
 
 def _plain(leaves: list[Any]) -> tuple[Any, ...]:

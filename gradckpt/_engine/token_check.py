@@ -15,8 +15,6 @@ from gradckpt._engine import torch_private as private
 from gradckpt._engine.graph_leaves import reaches_before
 from gradckpt._engine.made_tensors import MadeTensors
 
-__all__ = ["NARROW", "TOKENS", "TokenCheck", "part_of", "without_autocast_cache", "without_policies"]
-
 #: The dimension of the tokens: the last but one.
 TOKENS = -2
 
@@ -38,8 +36,8 @@ class TokenCheck:
         self.seen: set[Any] = set()
 
     def see(self, module: Module, call: Call, x: torch.Tensor, count: int, rest: Hashable) -> None:
-        """Check a module; ``rest``: what else it is called with. On paper there are no values: the
-        real step does it.
+        """Check a module; ``rest``: what else it is called with. A simulated step has no values:
+        the real one checks.
 
         Raises:
             ValueError: The module mixes tokens, or depends on their places or number, or its

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,20 +30,7 @@ def _find_dlpack() -> Any:
     return torch.Tensor.__dlpack_c_exchange_api__
 
 
-def _find_key() -> Any:
-    """Return the dispatch key that catches operators, or None, which means that modes do the work.
-
-    The key lies between autograd and the kernels. torch's fallback there passes on what has no
-    pending negation.
-    """
-    try:
-        key = private.key_of("Negative")
-        return key if private.has_fallback(key) else None
-    except RuntimeError:
-        return None
-
-
-def _find_key_named(name: str) -> Any:
+def _find_key(name: str) -> Any:
     try:
         return private.key_of(name)
     except RuntimeError:
@@ -70,9 +57,14 @@ def _find_adoption() -> tuple[Any, bool]:
 
 adopt_tensor, adopt_copies = _find_adoption()
 dlpack = _find_dlpack()
-key, key_inplace = _find_key(), _find_key_named("ADInplaceOrView")
+#: The dispatch key that catches operators, or None, which means that modes do so. It lies between
+#: autograd and the kernels, and torch's fallback there passes on what has no pending negation.
+key = _find_key("Negative")
+if key is not None and not private.has_fallback(key):
+    key = None
+key_inplace = _find_key("ADInplaceOrView")
 #: Those through which dispatch modes see operators.
-key_python, key_snapshot = _find_key_named("Python"), _find_key_named("PythonTLSSnapshot")
+key_python, key_snapshot = _find_key("Python"), _find_key("PythonTLSSnapshot")
 default_generator = torch.default_generator
 cpu_device = torch.device("cpu")
 _accelerator = torch.accelerator.current_accelerator()
@@ -92,16 +84,15 @@ unseen_views: Any = (
 recompute_mark, consumed_mark = "recomputed", "consumed"
 #: A node that makes an alias which requires grad.
 as_non_leaf: Any = private.DelayedError
+#: The type of the node that such an alias has.
+error_node: Any = None
 if "torch._C._functions.DelayedError" not in private.MISSING:
     as_non_leaf = private.DelayedError(
         "gradckpt: a backward inside a region went past its compressed input; call torch.autograd.grad with inputs, or "
         "pass compress=None to the region",
         1,
     )
-#: The type of the node that such an alias has.
-error_node: Any = None
-with torch.no_grad():
-    if "torch._C._functions.DelayedError" not in private.MISSING:
+    with torch.no_grad():
         error_node = type(as_non_leaf(torch.empty((0,)).requires_grad_()).grad_fn)
 
 
@@ -190,6 +181,14 @@ class _NodeSaved:
 
 
 make_saved_tensor: Any = private.make_saved_tensor or _NodeSaved
+
+
+def barred_by(text: str, grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return gradients with a history that raises this when they are differentiated.
+
+    They are aliases, because one of them may be the incoming gradient itself.
+    """
+    return [None if x is None else private.DelayedError(text, 1)(x.detach().requires_grad_()) for x in grads]
 
 
 def raise_modified(x: torch.Tensor, expected: int) -> None:

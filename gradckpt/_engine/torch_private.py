@@ -370,7 +370,7 @@ FakeTensor = _find(
 )
 default_store = _find("torch.distributed.distributed_c10d._get_default_store", "the check that ranks compress alike")
 StorageBase = _find("torch._C.StorageBase", "plan()")
-#: Collectives on paper, the state that ``fully_shard`` keeps for a module, and what FSDP1 does
+#: Simulated collectives, the state that ``fully_shard`` keeps for a module, and what FSDP1 does
 #: before its first step.
 FakeWork = _find("torch._C._distributed_c10d.FakeWork", "budgets of sharded models")
 boxed_work = _find("torch._C._distributed_c10d.Work.boxed", "budgets of sharded models")

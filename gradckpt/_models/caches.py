@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["NO_CACHE", "Cache", "WithCaches", "is_cache", "snapshot", "with_caches"]
-
 #: The types of most arguments; they are tested first, for speed.
 NO_CACHE = (torch.Tensor, type(None), int, float, str, tuple)
 

@@ -15,8 +15,6 @@ import torch
 
 from gradckpt._engine import torch_private as private
 
-__all__ = ["localized"]
-
 
 class _Spec(NamedTuple):
     mesh: Any

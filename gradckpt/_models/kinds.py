@@ -31,17 +31,6 @@ from torch.nn import (
     SyncBatchNorm,
 )
 
-__all__ = [
-    "KINDS",
-    "Blocks",
-    "Tree",
-    "has_forward",
-    "has_relu_and_batch_norm",
-    "inside_fsdp",
-    "repeated_blocks",
-    "width_of",
-]
-
 _MOE = re.compile(r"(moe|sparse_?mlp|(moe|sparse)_?(block|layer))$", re.IGNORECASE)
 _ATTENTION = re.compile(r"(Attention|Attn)(V?\d+)?$")
 _MLP = re.compile(r"(mlp|feed_?forward(network)?|ffn|actdense|swiglu)$", re.IGNORECASE)

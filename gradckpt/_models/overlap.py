@@ -14,8 +14,6 @@ from typing import Any
 
 from torch.nn import Module
 
-__all__ = ["block_of", "check_around", "is_wrapper"]
-
 #: The attribute in which a wrapper of one module holds it: torch's activation wrappers, FSDP,
 #: torch.compile.
 _INSIDE = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")

@@ -26,8 +26,6 @@ from gradckpt._config import CompressionConfig, changes
 from gradckpt._engine import torch_private as private
 from gradckpt._models import activity
 
-__all__ = ["RankCheck", "spell"]
-
 logger = logging.getLogger("gradckpt")
 
 #: An environment variable: "0" lets ranks differ.

@@ -46,8 +46,6 @@ from gradckpt._offload import Offload
 from gradckpt._stats import compiled, stats
 from gradckpt.selectors import every
 
-__all__ = ["Chosen", "Region", "checkpointed_by", "choose", "region_of", "regions_in"]
-
 
 def choose(model: Module, rules: Rules, defaults: Settings, every_n: int, offload: Offload | None) -> Chosen:
     """Return which modules the rules choose, and how; :func:`gradckpt.enable` describes rules.
@@ -74,7 +72,9 @@ class Chosen:
     def __init__(self, tree: Tree, settings: dict[str, Settings], offload: Offload | None) -> None:
         self.tree = tree
         self.places = {name: chosen.get("offload", offload) for name, chosen in settings.items()}
-        self.settings = {name: _without_place(chosen) for name, chosen in settings.items()}
+        self.settings = {
+            name: {key: value for key, value in chosen.items() if key != "offload"} for name, chosen in settings.items()
+        }
 
     def is_installed(self) -> bool:
         """Return whether exactly these modules are regions, with these settings, and still call
@@ -110,10 +110,6 @@ class Chosen:
         activity.register(self.tree.model)
         activity.expect(self.tree.model, _why_inactive)
         activity.watch(self.tree.model, functools.partial(_why_replaced, list(map(weakref.ref, regions))))
-
-
-def _without_place(settings: Settings) -> Settings:
-    return {key: value for key, value in settings.items() if key != "offload"}
 
 
 # ---- the wrapper ----

@@ -18,8 +18,6 @@ from torch.nn import Module
 
 from gradckpt._models.weak import WeakModule
 
-__all__ = ["ReplacedForward", "replacements_of"]
-
 #: Copies and pickles ask an object for these: functions have none.
 _NOT_OF_FUNCTIONS = ("__wrapped__", "__deepcopy__", "__getnewargs__", "__getnewargs_ex__", "__setstate__")
 

@@ -24,21 +24,6 @@ from gradckpt._models.kinds import Tree
 from gradckpt._offload import parse_offload
 from gradckpt.selectors import Selector, describe, select
 
-__all__ = [
-    "OF_MODULES",
-    "Rules",
-    "Settings",
-    "check_tiles",
-    "comparable",
-    "is_saved",
-    "parse_options",
-    "parse_rules",
-    "resolve",
-    "saved_settings",
-    "summary",
-    "without_working_set",
-]
-
 _CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))
 
 #: The keys of a dict that is a value for ``compress``.

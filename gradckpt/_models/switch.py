@@ -33,8 +33,6 @@ from gradckpt.integrations.transformers import models
 from gradckpt.policies import PolicyLike
 from gradckpt.selectors import Selector, Subset, describe
 
-__all__ = ["BUDGET", "UNSET", "Handle", "Modules", "NothingToDo", "Unset", "disable", "enable"]
-
 logger = logging.getLogger("gradckpt")
 
 

@@ -37,8 +37,6 @@ from gradckpt._models.kinds import Tree, has_forward
 from gradckpt._models.replaced_forward import ReplacedForward, replacements_of
 from gradckpt._models.rules import Settings
 
-__all__ = ["Inner", "are_called", "have_parts", "inner_in", "install", "parts_of", "working_sets"]
-
 #: Keywords of the enclosing region that hold for its parts.
 _SHARED = ("preserve_rng_state", "determinism_check", "early_stop", "respect_saved_tensors_hooks", "buffers")
 

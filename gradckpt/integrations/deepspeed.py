@@ -194,16 +194,12 @@ def configure(
     settings = _Settings(parse_options({"compress": "int8", **options}, {}), place, configured=True)
     if mpu_ is not None:
         theirs.configure(mpu_)
-    _use(settings)
+    global _settings
+    _settings = settings
 
 
 def _refusal(key: str) -> ValueError:
     return ValueError(f"gradckpt: {key} of DeepSpeed's checkpointing is not supported: {_REFUSED[key]}")
-
-
-def _use(settings: _Settings) -> None:
-    global _settings
-    _settings = settings
 
 
 def is_configured() -> bool:

@@ -8,19 +8,15 @@ choice of experts. Both come with ``recompute=False``, which regions of gradckpt
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch.nn import Module
 from torchtitan.distributed.activation_checkpoint import RegionAC, SelectiveAC
 
 from gradckpt._models.switch import enable
-from gradckpt.integrations.torchtitan.fields import parse
+from gradckpt.integrations.torchtitan.fields import Compressed
 
 __all__ = ["CompressedFullAC", "CompressedRegionAC", "CompressedSelectiveAC"]
-
-logger = logging.getLogger("gradckpt")
 
 if not issubclass(SelectiveAC, RegionAC):
     raise ImportError(
@@ -28,7 +24,7 @@ if not issubclass(SelectiveAC, RegionAC):
     )
 
 
-class CompressedRegionAC(RegionAC):  # type: ignore[misc]
+class CompressedRegionAC(Compressed, RegionAC):  # type: ignore[misc]
     """``RegionAC``: chosen regions of the model are saved, the rest of a block is recomputed, from
     compressed inputs.
     """
@@ -56,11 +52,6 @@ class CompressedRegionAC(RegionAC):  # type: ignore[misc]
         def __post_init__(self) -> None:
             """Accept what RegionAC refuses: preserve_rng_state and debug."""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.compress = parse(config)
-        self.wrapped = 0  # number of blocks so far
-
     def _wrap_block(self, module: Module, *, base_fqn: str | None = None) -> Module:
         """Make the block a region in place: torchtitan does not look at what this returns."""
         config = self.config
@@ -82,11 +73,6 @@ class CompressedRegionAC(RegionAC):  # type: ignore[misc]
         )
         self.wrapped += 1
         return module
-
-    def apply(self, model: Module) -> None:
-        super().apply(model)
-        codec = "uncompressed" if self.compress is None else self.compress.codec
-        logger.info("gradckpt: %s: %d blocks, inputs %s", type(self).__name__, self.wrapped, codec)
 
 
 class CompressedFullAC(CompressedRegionAC):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,22 +13,13 @@ from torch.nn import Module
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig, FullAC, SelectiveAC
 
 from gradckpt.integrations.torch_distributed import checkpoint_wrapper
-from gradckpt.integrations.torchtitan.fields import parse
+from gradckpt.integrations.torchtitan.fields import Compressed
 
 __all__ = ["CompressedConfig", "CompressedFullAC", "CompressedSelectiveAC"]
 
-logger = logging.getLogger("gradckpt")
 
-
-class _Compressed:
-    """A mixin for torchtitan's policies: a block gets our wrapper with the keywords of theirs."""
-
-    config: Any
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        self.compress = parse(config)
-        self.wrapped = 0  # number of blocks so far
+class _Wrapping(Compressed):
+    """A block gets our wrapper with the keywords of theirs."""
 
     def _wrap_block(self, module: Module, *, base_fqn: str | None = None) -> Module:
         stock: Any = super()._wrap_block(module, base_fqn=base_fqn)  # type: ignore[misc]
@@ -40,13 +30,8 @@ class _Compressed:
         self.wrapped += 1
         return checkpoint_wrapper(module, compress=self.compress, **options)
 
-    def apply(self, model: Module) -> None:
-        super().apply(model)  # type: ignore[misc]
-        codec = "uncompressed" if self.compress is None else self.compress.codec
-        logger.info("gradckpt: %s: %d blocks, inputs %s", type(self).__name__, self.wrapped, codec)
 
-
-class CompressedFullAC(_Compressed, FullAC):  # type: ignore[misc]
+class CompressedFullAC(_Wrapping, FullAC):  # type: ignore[misc]
     """``FullAC``: whole blocks are recomputed, from compressed inputs."""
 
     @dataclass(kw_only=True, slots=True)
@@ -64,7 +49,7 @@ class CompressedFullAC(_Compressed, FullAC):  # type: ignore[misc]
         """Outputs that are kept, not recomputed, e.g. "save_matmuls:int8"."""
 
 
-class CompressedSelectiveAC(_Compressed, SelectiveAC):  # type: ignore[misc]
+class CompressedSelectiveAC(_Wrapping, SelectiveAC):  # type: ignore[misc]
     """``SelectiveAC``: torchtitan's choice of outputs is saved uncompressed, block inputs are
     compressed.
     """
