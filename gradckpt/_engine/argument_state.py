@@ -8,6 +8,7 @@ a tensor, or an object of unknown kind, might refer to what is being compressed.
 from __future__ import annotations
 
 import enum
+import types
 from typing import Any
 
 import torch
@@ -113,5 +114,9 @@ def give_container_state(container: Any, state: State) -> None:
         at = container
         for i in path:
             at = _children(at)[0][i]
+        own = getattr(at, "__dict__", None)
         for name, value in attributes.items():
-            object.__setattr__(at, name, value)  # in a slot, too; the class may have a method of its own for it
+            if own is None or isinstance(getattr(type(at), name, None), types.MemberDescriptorType):
+                object.__setattr__(at, name, value)  # a slot
+            else:
+                own[name] = value
