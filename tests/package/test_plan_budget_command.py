@@ -12,14 +12,12 @@ from plan_shapes import TINY
 import gradckpt
 from gradckpt.__main__ import main
 from gradckpt._planning import command, model_source
-from gradckpt._planning.blocks import find_blocks, shortened
-from gradckpt._planning.budget import Budget, size_budget
 from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import ConfigModel
-from gradckpt._planning.config_profile import ConfigProfile, plan_source
-from gradckpt._planning.devices import find
-from gradckpt._planning.estimates import rates_of
-from gradckpt._planning.options import allowed
+from gradckpt._planning.config_profile import ConfigProfile, plan_source, shortened
+from gradckpt._planning.device_memory import Budget, size_budget
+from gradckpt._planning.devices import find, rates_of
+from gradckpt._planning.options import allowed, find_blocks
 from gradckpt._planning.step_trace import trace_step
 
 LAYERS = 9
