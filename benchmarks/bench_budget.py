@@ -44,7 +44,7 @@ import transformers
 from budget_models import MODELS, Case, Size, balanced, case_of
 
 from gradckpt import _config
-from gradckpt._planning.budget import Budget
+from gradckpt._planning.device_memory import Budget
 from gradckpt._planning.options import KEEP, RECOMPUTE
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
@@ -77,10 +77,6 @@ def random_choice(profile: Profile, rng: random.Random) -> Choice:
 def neighbour(profile: Profile, choice: Choice, rng: random.Random) -> Choice:
     block, option = rng.choice(profile.calls), rng.randrange(len(profile.options))
     return tuple(option if each == block else old for each, old in zip(profile.calls, choice, strict=True))
-
-
-def highest(levels: Sequence[Any]) -> int:
-    return max(level.size for level in levels)
 
 
 def setting_of(profile: Profile, choice: Choice) -> Any:
@@ -129,10 +125,10 @@ def peaks(o: argparse.Namespace) -> None:
             choice = random_choice(profile, rng)
             near = neighbour(profile, choice, rng)
             chain = profile.chain()
-            found = {"chain": highest(chain.levels(choice))}
+            found = {"chain": max(chain.levels(choice))}
             with alone(case.model):
                 chain.correct(near, chain.levels_of(profile.trace(profile.of_choice(near)).segments))
-                found["neighbour"] = highest(chain.levels(choice))
+                found["neighbour"] = max(chain.levels(choice))
                 found["paper"] = profile.trace(profile.of_choice(choice)).peak().size
             measured = case.peak(setting_of(profile, choice))
             over.append(measured - found["paper"])
@@ -267,7 +263,7 @@ def faster(profile: Profile, case: Case, choice: Choice, budget: int) -> list[tu
         for option in range(len(profile.options)):
             other = tuple(option if each == block else old for each, old in zip(profile.calls, choice, strict=True))
             if step_seconds(profile, other) < now:
-                found.append((highest(chain.levels(other)), step_seconds(profile, other), other))
+                found.append((max(chain.levels(other)), step_seconds(profile, other), other))
     return [(seconds, other) for _, seconds, other in sorted(found)[:NEAREST]]
 
 

@@ -28,10 +28,11 @@ import torch
 import transformers
 
 import gradckpt
-from gradckpt._planning.blocks import find_blocks, shortened, unrolled
-from gradckpt._planning.comparison import fixed_bytes
-from gradckpt._planning.needed_memory import held_blocks, memory_use, pairs
-from gradckpt._planning.step_trace import Segment, trace_step
+from gradckpt._planning.config_profile import shortened, unrolled
+from gradckpt._planning.device_memory import fixed_bytes
+from gradckpt._planning.options import find_blocks
+from gradckpt._planning.segments import Segment, held_blocks, memory_use, pairs
+from gradckpt._planning.step_trace import trace_step
 from gradckpt._settings import READY
 
 MIB = 2**20

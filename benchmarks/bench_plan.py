@@ -6,7 +6,7 @@ A Llama of a quarter of the 8B model's width, with random bfloat16 weights and P
 16 on all linear layers, under autocast that casts as CUDA's; setting int8. The peak of a real step
 at two numbers of layers and two LENGTHS gives what a layer and a token need, and so the peak at the
 full size. The plan runs the full model on paper. Both count the CPU's kernels, which are what ran;
-those of CUDA save other tensors (gradckpt/_planning/target_kernels.py).
+those of CUDA save other tensors (gradckpt/_planning/kernels.py).
 
 Checked: a layer keeps at least its input's payload for each token, plan and scaled step are no more
 than 5 % apart, and neither is below all checkpoints by arithmetic.
@@ -26,8 +26,8 @@ import transformers
 from machine import add_quick, allow_old_name, facts, print_head, print_table
 
 import gradckpt
-from gradckpt._planning.autocast import cuda_autocast
 from gradckpt._planning.config_model import ConfigModel
+from gradckpt._planning.kernels import cuda_autocast
 from gradckpt._planning.step_trace import trace_step
 from gradckpt._settings import READY
 

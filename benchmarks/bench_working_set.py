@@ -41,8 +41,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import gradckpt
-from gradckpt._planning import block_times, options
-from gradckpt._planning.blocks import find_blocks
+from gradckpt._planning import options
+from gradckpt._planning.options import find_blocks
 from gradckpt._planning.step_trace import trace_step
 from gradckpt._settings import EXACT, NONE, setting_of
 from gradckpt._training_step import step_of_batch
@@ -295,7 +295,7 @@ def budgets(o):
             without = (
                 contextlib.nullcontext() if parts else mock.patch.object(options, "have_parts", return_value=False)
             )
-            with budget_models.balanced(case), without, mock.patch.object(block_times, "_SECONDS", 0.0):
+            with budget_models.balanced(case), without, mock.patch.object(options, "_SECONDS", 0.0):
                 plan = case.plan("1TiB", compress=compress, tiles=tiles)
             return plan.smallest_budget - sum(plan.fixed.values())
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import gradckpt
-from gradckpt._planning import block_times, profile
+from gradckpt._planning import options, profile
 from gradckpt._planning.profile import Profile
 from gradckpt._settings import Setting
 from gradckpt._training_step import alone, step_of_batch
@@ -242,4 +242,4 @@ def use_clock(chosen: Callable[[], float]) -> None:
     global clock
     clock = chosen
     shown = types.SimpleNamespace(perf_counter=chosen)
-    block_times.time = profile.time = shown  # type: ignore[assignment]
+    options.time = profile.time = shown  # type: ignore[assignment]

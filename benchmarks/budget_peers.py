@@ -17,7 +17,7 @@ from frontier_ways import SAC
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
-from gradckpt._planning.step_profile import NoPlan
+from gradckpt._planning.region_plan import NoPlan
 
 EQUAL = 0.05  # a difference that is not claimed
 STATE = torch.get_rng_state().nbytes  # of which a first step may need one more than a later one

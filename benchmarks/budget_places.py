@@ -13,9 +13,9 @@ import guards
 import machine
 
 import gradckpt
-from gradckpt._planning.budget import device_of
+from gradckpt._planning.device_memory import device_of
+from gradckpt._planning.devices import placement_of
 from gradckpt._planning.options import KEEP
-from gradckpt._planning.placement import placement_of
 from gradckpt._settings import EXACT
 
 MIB = 2**20

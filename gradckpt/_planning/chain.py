@@ -1,4 +1,5 @@
-"""The memory of a step as a chain of regions, each in one of its options: :class:`Chain`.
+"""The memory of a step as a chain of regions, each in one of its options: :class:`Chain`; and the
+search for plans of an error budget: :func:`approach`.
 
 A trace of the step with all regions in one option tells what each region adds and how high it
 rises in that option. In a mixed step, what lies before a region depends on the options of the
@@ -12,25 +13,18 @@ from __future__ import annotations
 import array
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from gradckpt._planning.options import RECOMPUTE, Option
-from gradckpt._planning.step_trace import Segment
+from gradckpt._planning.segments import Segment, StepTrace
 
-__all__ = ["UNAVAILABLE", "Chain", "Level"]
+__all__ = ["UNAVAILABLE", "Chain", "Choice", "Chosen", "Costs", "Infeasible", "approach"]
+Choice = tuple[int, ...]  # the option of each call, by number
 
 #: ``need`` of an option that a region does not have.
 UNAVAILABLE = 2**63 - 1
-
 _FORWARD, _END, _BACKWARD = "forward", "end", "backward"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Level:
-    """The highest point of a stretch of the step: ``size`` bytes above the start of the step."""
-
-    name: str
-    size: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,13 +45,9 @@ class _Size:
 
 
 def _size(segments: Sequence[Segment]) -> _Size:
-    total = top = 0
-    for segment in segments:
-        for size, _ in segment.events:
-            total += size
-            if total > top:
-                top = total
-    return _Size(total, top)
+    changes = (size for segment in segments for size, _ in segment.events)
+    sizes = list(itertools.accumulate(changes, initial=0))
+    return _Size(sizes[-1], max(sizes))
 
 
 def _stretches(segments: Sequence[Segment]) -> tuple[list[_Stretch], list[int]]:
@@ -119,13 +109,15 @@ class Chain:
 
     # ---- a plan's levels
 
-    def levels(self, choice: Sequence[int]) -> list[Level]:
-        """Return the highest point of each stretch, in order, for an option of each call."""
+    def levels(self, choice: Sequence[int]) -> list[int]:
+        """Return the highest point of each stretch, in bytes above the start of the step, for an
+        option of each call.
+        """
         alive = 0
         found = []
-        for i, stretch in enumerate(self._stretches):
+        for i in range(len(self._stretches)):
             size = self._sizes[i][self._option(i, choice)]
-            found.append(Level(self._name(stretch), alive + size.top + self._corrections[i]))
+            found.append(alive + size.top + self._corrections[i])
             alive += size.net
         return found
 
@@ -136,28 +128,23 @@ class Chain:
             call = self._stretches[stretch - 1].call
         return self._base if call is None else choice[call]
 
-    def levels_of(self, segments: Sequence[Segment], lift: int = 0) -> list[Level]:
+    def levels_of(self, segments: Sequence[Segment], lift: int = 0) -> list[int]:
         """Return the same of a trace; ``lift``: bytes that its allocator needs beyond."""
         alive = 0
         found = []
         for stretch in self._stretches:
             size = _size([segments[i] for i in stretch.segments])
-            found.append(Level(self._name(stretch), alive + size.top + lift))
+            found.append(alive + size.top + lift)
             alive += size.net
         return found
 
-    def _name(self, stretch: _Stretch) -> str:
-        if stretch.call is None:
-            return "before the layers" if stretch is self._stretches[0] else "loss"
-        return f"{stretch.phase} of layer {self.calls[stretch.call]}"
-
-    def correct(self, choice: Sequence[int], actual: Sequence[Level]) -> None:
+    def correct(self, choice: Sequence[int], actual: Sequence[int]) -> None:
         """Let the levels of a choice be those of its trace; those of others move with them, and the
         planner's numbers are exact for it.
         """
         self._reference = list(choice)
         for i, (level, known) in enumerate(zip(self.levels(choice), actual, strict=True)):
-            self._corrections[i] += known.size - level.size
+            self._corrections[i] += known - level
 
     # ---- the planner's numbers
 
@@ -165,8 +152,9 @@ class Chain:
         """Return the bytes that a call leaves for its backward."""
         return self._sizes[self._forwards[call]][option].net
 
-    def numbers(self, available: Callable[[int, int], bool]) -> tuple[array.array[int], array.array[int], int]:
-        """Return ``kept`` and ``need`` of each call and option, and ``need`` after the last call.
+    def numbers(self, given: Mapping[int, int]) -> tuple[array.array[int], array.array[int], int]:
+        """Return ``kept`` and ``need`` of each call and option, and ``need`` after the last call;
+        ``given``: the options that blocks must have.
 
         ``need``: bytes above what the calls before keep, at the highest point of the call's forward
         and backward.
@@ -188,7 +176,7 @@ class Chain:
                     above = after[call] + kept_here + self._sizes[backward][option].top + self._corrections[backward]
                     top = max(top, above)
                 kept.append(size.net)
-                need.append(top if available(call, option) else UNAVAILABLE)
+                need.append(top if given.get(self.calls[call], option) == option else UNAVAILABLE)
         return kept, need, self._last_need(before)
 
     def _outside(self) -> tuple[int, dict[int, int]]:
@@ -217,3 +205,121 @@ class Chain:
             top = max(top, alive + size.top + self._corrections[i])
             alive += size.net
         return max(top, before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """``seconds[call][option]``: of forward and backward. ``errors[call][option]``: squares of
+    relative errors, or None where errors are not limited.
+    """
+
+    seconds: list[list[float]]
+    errors: list[list[float]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """``choice``: the option of each call. ``trace``: its step. ``seconds``: of all calls.
+    ``bound``: no plan is faster. ``smallest``: the least bytes of a plan, and that plan,
+    with what its allocator needs beyond its peak. ``front``: (bytes, seconds) of faster and faster
+    plans. ``excess``: bytes that a real step needs beyond its trace.
+    """
+
+    choice: Choice
+    trace: StepTrace
+    seconds: float
+    bound: float
+    smallest: tuple[int, Choice]
+    front: tuple[tuple[int, float], ...]
+    excess: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Bytes above the start of the step."""
+        return self.trace.peak().size + self.excess
+
+
+class Infeasible(Exception):
+    """``smallest``: the least bytes of a plan, and that plan; ``trace``: its step."""
+
+    def __init__(self, smallest: tuple[int, Choice], trace: StepTrace) -> None:
+        super().__init__(smallest)
+        self.smallest = smallest
+        self.trace = trace
+
+
+#: Of the error budget: what is aimed at, and what is enough.
+_AIM, _ENOUGH = 0.95, 0.9
+
+#: Limits that are tried, beside those whose choices are measured anyway.
+_TURNS = 12
+
+#: What is expected to have so many times the error budget is not measured.
+_FAR = 2.0
+
+#: Limits whose ratio is smaller are not told apart; a limit is not below this part of the last one.
+_SAME, _LEAST = 1.01, 0.05
+
+
+def approach(
+    error: float,
+    pick: Callable[[float | None], Choice | None],
+    expected: Callable[[Choice], float],
+    known: dict[Choice, float],
+    measure: Callable[[Choice], float],
+    steps: int,
+) -> None:
+    """Measure the errors of choices until one is a little below the error budget.
+
+    Errors of regions, added as squares, order choices, and say about what the whole error is. So
+    what is looked for is the limit of that sum, between one whose choice is within the budget and
+    one whose choice is not.
+
+    Args:
+        error: The budget.
+        pick: Return the best choice within a limit of expected errors, or without one; None if
+            there is none.
+        expected: Return the expected error of a choice.
+        known: The errors of choices; those that are measured are added.
+        measure: Measure an error.
+        steps: How many choices to measure at most.
+    """
+
+    def error_of(choice: Choice) -> float:
+        nonlocal steps
+        if choice not in known:
+            known[choice] = measure(choice)
+            steps -= 1
+        return known[choice]
+
+    choice = pick(None)
+    if choice is None:
+        return
+    below, within = 0.0, 0.0  # a limit, and the error of its choice
+    above, over = expected(choice), expected(choice)
+    if choice in known or over <= _FAR * error:
+        over = error_of(choice)
+        if over <= error:
+            return
+    for _ in range(_TURNS):
+        if steps < 1 or within >= _ENOUGH * error or above < below * _SAME:
+            break
+        limit = _limit_between(below, within, above, over, _AIM * error)
+        choice = pick(limit)
+        if choice is None:
+            below = limit
+        elif error_of(choice) > error:
+            above, over = expected(choice), error_of(choice)
+        else:
+            below, within = limit, error_of(choice)
+    if not within:
+        pick(0.0)
+
+
+def _limit_between(below: float, within: float, above: float, over: float, aim: float) -> float:
+    """Return a limit whose choice might have the error ``aim``, as far as errors grow evenly."""
+    if not within:
+        limit = above * max(aim / over, _LEAST)
+        return limit if limit > below else math.sqrt(below * above)
+    part = math.log(aim / within) / math.log(over / within)
+    return below * math.pow(above / below, min(max(part, 0.1), 0.9))

@@ -1,4 +1,5 @@
-"""Choose an option for each region, within a budget: :func:`choose`.
+"""Choose an option for each region, within a budget: :class:`Chooser`; and what other budgets would
+give: :func:`front_of`. A ``profile`` is a :class:`gradckpt._planning.step_profile.StepProfile`.
 
 The planner solves the chain; a trace of its plan corrects what the chain does not know (tensors
 that regions share), until a plan's trace stays within the budget and the planner knows no better.
@@ -10,69 +11,31 @@ import array
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from gradckpt import _C
-from gradckpt._planning.chain import UNAVAILABLE, Chain, Level
-from gradckpt._planning.step_trace import StepTrace
+from gradckpt._planning.chain import UNAVAILABLE, Chain, Choice, Chosen, Costs, Infeasible
+from gradckpt._planning.options import KEEP
+from gradckpt._planning.segments import StepTrace
 
-__all__ = ["Choice", "Chosen", "Costs", "Infeasible", "choices_within", "choose", "fastest_by_bytes", "smallest"]
+__all__ = ["PRICES", "Chooser", "front_of", "improved"]
+_Point = TypeVar("_Point", bound=tuple[Any, ...])
 
 #: Traces of plans: to correct the chain, and to try what is a little over the budget by it.
 _ROUNDS, _TRIES = 8, 4
+
 #: Of the budget: how much higher a plan may be by the chain and still be tried.
 _NEAR = 0.015
+
 #: Options of all blocks that are called several times: if there are more, not all are tried.
 _COMBINATIONS = 256
+
 #: Byte buckets of the planner, when exact labels are too many.
 _BUCKETS = 16384
 
 #: Bytes that no step needs, and that the planner can count.
 _LARGEST = 1 << 60
-
-Choice = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """``seconds[call][option]``: of forward and backward. ``errors[call][option]``: squares of
-    relative errors, or None where errors are not limited.
-    """
-
-    seconds: list[list[float]]
-    errors: list[list[float]] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """``choice``: the option of each call. ``trace``: its step. ``seconds``: of all calls.
-    ``bound``: no plan is faster. ``smallest``: the least bytes of a plan, and that plan,
-    with what its allocator needs beyond its peak. ``front``: (bytes, seconds) of faster and faster
-    plans. ``excess``: bytes that a real step needs beyond its trace.
-    """
-
-    choice: Choice
-    trace: StepTrace
-    seconds: float
-    bound: float
-    smallest: tuple[int, Choice]
-    front: tuple[tuple[int, float], ...]
-    excess: int = 0
-
-    @property
-    def peak(self) -> int:
-        """Bytes above the start of the step."""
-        return self.trace.peak().size + self.excess
-
-
-class Infeasible(Exception):
-    """``smallest``: the least bytes of a plan, and that plan; ``trace``: its step."""
-
-    def __init__(self, smallest: tuple[int, Choice], trace: StepTrace) -> None:
-        super().__init__(smallest)
-        self.smallest = smallest
-        self.trace = trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +47,18 @@ class _Solution:
     front: tuple[tuple[int, float], ...]
 
 
-def _no_lift(trace: StepTrace) -> int:
-    return 0
+class Chooser:
+    """The choices of one step.
 
+    Args:
+        chain: The regions; it is corrected by the traces of plans.
+        costs: Of each call and option.
+        error_limit: The sum of squares of the calls' relative errors, or None.
+        run: Return the trace of a plan's step.
+        uniform: Known traces: for each option of the chain, with that option in all calls.
+        lift: Return the bytes that a step's allocator needs beyond its peak; limits hold both.
+    """
 
-class _Chooser:
     def __init__(
         self,
         chain: Chain,
@@ -96,7 +66,7 @@ class _Chooser:
         error_limit: float | None,
         run: Callable[[Choice], StepTrace],
         uniform: Sequence[StepTrace] = (),
-        lift: Callable[[StepTrace], int] = _no_lift,
+        lift: Callable[[StepTrace], int] = lambda trace: 0,
     ) -> None:
         self.lift = lift
         self.chain = chain
@@ -114,14 +84,13 @@ class _Chooser:
     def solve(self, limit: int) -> _Solution:
         """Return the planner's choice; calls of one block have the same option in it."""
         if not self.shared:
-            return self._solve(limit, lambda call, option: True)
+            return self._solve(limit, {})
         found: dict[Choice, _Solution] = {}
 
         def of(options: Choice) -> _Solution:
             """Solve with these options of the shared blocks."""
             if options not in found:
-                given = dict(zip(self.shared, options, strict=True))
-                found[options] = self._solve(limit, lambda call, o: given.get(self.chain.calls[call], o) == o)
+                found[options] = self._solve(limit, dict(zip(self.shared, options, strict=True)))
             return found[options]
 
         def rank(options: Choice) -> tuple[float, int, Choice]:
@@ -133,7 +102,7 @@ class _Chooser:
             bound = min(each.bound for each in found.values())
         else:
             best = self._improve(min(((option,) * len(self.shared) for option in every), key=rank), rank)
-            bound = self._solve(limit, lambda call, option: True).bound  # where each call chooses
+            bound = self._solve(limit, {}).bound  # where each call chooses
         return dataclasses.replace(
             found[best],
             bound=bound,
@@ -152,8 +121,8 @@ class _Chooser:
                 options = min(((*options[:i], *pair, *options[i + 2 :]) for pair in pairs), key=rank)
         return options
 
-    def _solve(self, limit: int, available: Callable[[int, int], bool]) -> _Solution:
-        kept, need, last_need = self.chain.numbers(available)
+    def _solve(self, limit: int, given: Mapping[int, int]) -> _Solution:
+        kept, need, last_need = self.chain.numbers(given)
         seconds = array.array("q", [round(s * 1e9) for row in self.costs.seconds for s in row])
         errors, error_limit = None, 0
         if self.costs.errors is not None and self.error_limit is not None:
@@ -191,21 +160,45 @@ class _Chooser:
         self.chain.correct(choice, self._levels(found))
         return found
 
-    def _levels(self, trace: StepTrace) -> list[Level]:
+    def _levels(self, trace: StepTrace) -> list[int]:
         return self.chain.levels_of(trace.segments, self.lift(trace))
 
     def peak(self, choice: Choice) -> int:
         return self._peak_of(self.trace(choice))
 
     def _peak_of(self, trace: StepTrace) -> int:
-        return max(level.size for level in self._levels(trace))
+        return max(self._levels(trace))
 
     def seconds(self, choice: Choice) -> float:
         return sum(self.costs.seconds[call][option] for call, option in enumerate(choice))
 
     # ---- plans
 
-    def best(self, limit: int) -> tuple[Choice, _Solution] | None:
+    def choose(self, limit: int) -> Chosen:
+        """Return the fastest plan whose step stays within ``limit`` bytes above its start.
+
+        Raises:
+            Infeasible: No plan stays within the limit.
+        """
+        found = self._best(limit)
+        least = self.smallest()
+        if found is None:
+            size, choice = least
+            if size > limit:
+                raise Infeasible(least, self.trace(choice))
+            found = choice, self.solve(size)
+        choice, solution = found
+        seconds = self.seconds(choice)
+        return Chosen(choice, self.trace(choice), seconds, min(solution.bound, seconds), least, solution.front)
+
+    def within(self, limits: Iterable[int]) -> list[Choice]:
+        """Return the planner's choice within each limit that has one, as the chain has it: none is
+        traced. None where calls share a block.
+        """
+        found = [] if self.shared else [self.solve(limit).choice for limit in limits]
+        return [choice for choice in dict.fromkeys(found) if choice is not None]
+
+    def _best(self, limit: int) -> tuple[Choice, _Solution] | None:
         """Return the fastest plan whose trace stays within the limit.
 
         The bound is the least that any state of the chain gave: each leaves out other tensors that
@@ -272,7 +265,7 @@ class _Chooser:
                 seconds = self.seconds(candidate)
                 if seconds >= now or not self._permits(candidate):
                     continue
-                if max(level.size for level in self.chain.levels(candidate)) <= limit * (1 + _NEAR):
+                if max(self.chain.levels(candidate)) <= limit * (1 + _NEAR):
                     yield seconds, candidate
 
     def _permits(self, choice: Choice) -> bool:
@@ -295,12 +288,12 @@ class _Chooser:
         return found[best], best
 
 
-def fastest_by_bytes(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return those that are faster than all of fewer bytes, by bytes."""
-    front: list[tuple[int, float]] = []
-    for size, seconds in sorted(points):
-        if not front or seconds < front[-1][1]:
-            front.append((size, seconds))
+def fastest_by_bytes(points: Iterable[_Point]) -> tuple[_Point, ...]:
+    """Return the points (bytes, seconds, ...) that are faster than all of fewer bytes, by bytes."""
+    front: list[_Point] = []
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
     return tuple(front)
 
 
@@ -312,60 +305,121 @@ def _units(error: float, unit: float) -> int:
     return math.ceil(error / unit) if error <= unit * (1 << 40) else 1 << 40  # also of one that is no number
 
 
-def choose(
-    chain: Chain,
-    costs: Costs,
-    limit: int,
-    error_limit: float | None,
-    run: Callable[[Choice], StepTrace],
-    uniform: Sequence[StepTrace] = (),
-    lift: Callable[[StepTrace], int] = _no_lift,
-) -> Chosen:
-    """Return the fastest plan whose step stays within ``limit`` bytes above its start.
+#: Of a plan with places: changes that are tried on paper, if their peaks are about within the limit
+#: by the chain; of two blocks at a time, if there are not more of one.
+_CHANGES, _NEARLY, _FEW = 6, 1.015, 64
 
-    Args:
-        chain: The regions; it is corrected by the traces of plans.
-        costs: Of each call and option.
-        limit: In bytes.
-        error_limit: The sum of squares of the calls' relative errors, or None.
-        run: Return the trace of a plan's step.
-        uniform: Known traces: for each option of the chain, with that option in all calls.
-        lift: Return the bytes that a step's allocator needs beyond its peak; the limit holds both.
 
-    Raises:
-        Infeasible: No plan stays within the limit.
+def improved(profile: Any, choice: Choice, chain: Chain, limit: int, squares: float | None, most: int) -> Choice:
+    """Change options of one block, or of two of few, while the step becomes faster, waits
+    included, and its trace stays within the limit; ``most``: choices that may have been traced.
     """
-    chooser = _Chooser(chain, costs, error_limit, run, uniform, lift)
-    found = chooser.best(limit)
-    least = chooser.smallest()
-    if found is None:
-        size, choice = least
-        if size > limit:
-            raise Infeasible(least, chooser.trace(choice))
-        found = choice, chooser.solve(size)
-    choice, solution = found
-    seconds = chooser.seconds(choice)
-    return Chosen(choice, chooser.trace(choice), seconds, min(solution.bound, seconds), least, solution.front)
+
+    def within(each: Choice) -> bool:
+        trace = profile.trace_of(each)
+        chain.correct(each, chain.levels_of(trace.segments, profile.lift(trace)))
+        return bool(profile.size_of(trace) <= limit)
+
+    if not within(choice):
+        return choice
+    for _ in profile.calls:
+        for other in _faster(profile, choice, chain, limit, squares)[:_CHANGES]:
+            if (other in profile.seen or len(profile.seen) < most) and within(other):
+                choice = other
+                break
+            within(choice)  # correct around it again
+        else:
+            break
+    return choice
 
 
-def choices_within(
-    chain: Chain, costs: Costs, limits: Iterable[int], error_limit: float | None, run: Callable[[Choice], StepTrace]
-) -> list[Choice]:
-    """Return the planner's choice within each limit that has one, as the chain has it: none is
-    traced. None where calls share a block; otherwise as :func:`choose`.
+def _faster(profile: Any, choice: Choice, chain: Chain, limit: int, squares: float | None) -> list[Choice]:
+    """Return choices that differ in one block, or in two of few, and are faster, by their
+    times; their peaks are about within the limit by the chain.
     """
-    chooser = _Chooser(chain, costs, error_limit, run)
-    found = [] if chooser.shared else [chooser.solve(limit).choice for limit in limits]
-    return [choice for choice in dict.fromkeys(found) if choice is not None]
+    changes = [(block, o) for block in dict.fromkeys(profile.calls) for o in range(len(profile.options))]
+    sets: list[tuple[tuple[int, int], ...]] = [(change,) for change in changes]
+    if len(changes) <= _FEW:
+        sets += itertools.combinations(changes, 2)
+    now, found = profile.seconds(choice), []
+    for each in sets:
+        of = dict(each)
+        other = tuple(of.get(block, option) for block, option in zip(profile.calls, choice, strict=True))
+        if other == choice or max(chain.levels(other)) > limit * _NEARLY:
+            continue
+        if squares is not None and profile.expected(other) ** 2 > squares:
+            continue
+        if (seconds := profile.seconds(other)) < now:
+            found.append((seconds, other))
+    return [other for _, other in sorted(set(found))]
 
 
-def smallest(
-    chain: Chain,
-    costs: Costs,
-    error_limit: float | None,
-    run: Callable[[Choice], StepTrace],
-    uniform: Sequence[StepTrace] = (),
-    lift: Callable[[StepTrace], int] = _no_lift,
-) -> tuple[int, Choice]:
-    """Return the least bytes that a plan needs, and that plan; as :func:`choose`."""
-    return _Chooser(chain, costs, error_limit, run, uniform, lift).smallest()
+#: Prices of placed bytes that plans are made for, in parts of what they take on a busy link.
+PRICES = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0)
+
+#: Limits that plans with places are looked for in, and how many of these are traced.
+_LIMITS, _POINTS = 32, 12
+
+
+def front_of(profile: Any, chosen: Chosen, squares: float | None) -> tuple[tuple[int, float], ...]:
+    """Return bytes and seconds of plans, from the smallest one on: the planner's, and the two that
+    were traced. Where payloads may have a place, each is traced, and then known to the profile,
+    since the planner knows neither a ring nor waits; ``squares``: the most of their errors.
+    """
+    size, choice = chosen.smallest
+    found = [(size, profile.seconds(choice)), (chosen.peak + profile.lift(chosen.trace), chosen.seconds)]
+    if not profile.places:
+        found += chosen.front
+    else:
+        found += [(profile.needs(each), profile.seconds(each)) for each in _traced(profile, chosen, squares)]
+    return fastest_by_bytes(point for point in found if point[0] >= size)
+
+
+def _traced(profile: Any, chosen: Chosen, squares: float | None) -> list[Choice]:
+    """Return choices that are faster than all of fewer bytes, by their traces."""
+    permitted = [each for each in profile.seen if squares is None or profile.expected(each) ** 2 <= squares]
+    sizes = {each: profile.size_of(profile.trace_of(each)) for each in permitted}
+    new = [each for each in _front(profile, _estimates(profile, chosen, squares) | sizes) if each not in sizes]
+    step = max(-(-len(new) // _POINTS), 1)
+    sizes |= {each: profile.size_of(profile.trace_of(each)) for each in new[::step]}
+    has_room = profile.placement.holds
+    return _front(profile, {each: size for each, size in sizes.items() if has_room(profile.trace_of(each))})
+
+
+def _front(profile: Any, sizes: dict[Choice, int]) -> list[Choice]:
+    """Return those that are faster than all of fewer bytes, by bytes."""
+    return [each for _, _, each in fastest_by_bytes((sizes[each], profile.seconds(each), each) for each in sizes)]
+
+
+def _estimates(profile: Any, chosen: Chosen, squares: float | None) -> dict[Choice, int]:
+    """Return about the bytes of choices that may be the fastest of some budget, by a chain that is
+    exact for the chosen one.
+    """
+    chain, trace = profile.chain(), chosen.trace
+    chain.correct(chosen.choice, chain.levels_of(trace.segments, profile.lift(trace) - trace.ring))
+    rings = max(each.ring for each in profile.largest.values())
+    least, most = chosen.smallest[0] - rings, profile.size_of(profile.largest[KEEP])
+    limits = [least + (most - least) * i // (_LIMITS - 1) for i in range(_LIMITS)]
+    sizes: dict[Choice, int] = {}
+    for kinds in profile.kinds():
+        for price in PRICES if kinds else PRICES[:1]:
+            costs = profile.call_costs(squares is not None, price, kinds)
+            choices = Chooser(chain, costs, squares, profile.trace_of).within(limits)
+            for each in choices:
+                sizes[each] = max(chain.levels(each)) + _ring(profile, each)
+            if not any(map(profile.waits, choices)):
+                break  # nothing waits where a place costs nothing
+    return sizes
+
+
+def _ring(profile: Any, choice: Sequence[int]) -> int:
+    """Return the bytes of the budget that the place of a choice takes."""
+    found = 0
+    for kind in (True, False):
+        calls = [
+            profile.placed_by(block, option)
+            for block, option in zip(profile.calls, choice, strict=True)
+            if profile.options[option].recomputes == kind
+        ]
+        found += profile.placement.room(max((one for _, one in calls), default=0), sum(size for size, _ in calls), kind)
+    return found

@@ -10,27 +10,27 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from gradckpt._offload import PLACES, Offload
 from gradckpt._planning import devices
-from gradckpt._planning.budget import Budget, size_budget
 from gradckpt._planning.comparison import compare_source
-from gradckpt._planning.config_model import PREPARE, ConfigModel
+from gradckpt._planning.config_model import MIXED, PREPARE, STORED, ConfigModel
 from gradckpt._planning.config_profile import plan_source
-from gradckpt._planning.frozen_weights import FORMATS
-from gradckpt._planning.links import LINKS, Link, parse_link
-from gradckpt._planning.losses import LOSSES
-from gradckpt._planning.no_plan import NoPlan
+from gradckpt._planning.device_memory import Budget, size_budget
+from gradckpt._planning.devices import LINKS, Link, parse_link
+from gradckpt._planning.libraries import FORMATS, LOSSES
+from gradckpt._planning.model_source import OPTIMIZERS, SHARDS
 from gradckpt._planning.options import allowed
-from gradckpt._planning.progress import late_progress
-from gradckpt._planning.shards import OPTIMIZERS, SHARDS
-from gradckpt._planning.values import NotOnPaper
-from gradckpt._planning.words import MIXED, STORED
+from gradckpt._planning.paper_tensors import NotOnPaper
+from gradckpt._planning.region_plan import NoPlan
+from gradckpt._planning.step_trace import late_progress
 from gradckpt._sizes import parse_bytes
 
 __all__ = ["main", "parser"]
+
+T = TypeVar("T")
 
 _DESCRIPTION = """Compute what a training step of a model needs, without weights and without a GPU:
 the peak in each ready setting, what binds, and the longest sequence that fits. With --budget,
@@ -90,9 +90,19 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--offload", choices=PLACES, help="let --budget offload payloads to this place")
     add("--link", metavar="LINK", help="of --offload: GB/s, or one of: " + ", ".join(LINKS))
-    add("--host-budget", type=_size, metavar="SIZE", help="of --offload: what host memory may hold; default: all")
+    add(
+        "--host-budget",
+        type=_size,
+        metavar="SIZE",
+        help="of --offload: what host memory may hold; default: all",
+    )
     add("--save", metavar="FILE", help="write the plan of --budget, for gradckpt.enable(model, plan=FILE)")
-    add("--device", type=_device, metavar="NAME", help="one of: " + ", ".join(d.name for d in devices.DEVICES))
+    add(
+        "--device",
+        type=_device,
+        metavar="NAME",
+        help="one of: " + ", ".join(d.name for d in devices.DEVICES),
+    )
     add("--traceback", action="store_true", help="show where an error of another library comes from")
     add("--json", action="store_true", help="print one JSON document on stdout, nothing else")
     return made
@@ -102,11 +112,20 @@ def parser() -> argparse.ArgumentParser:
 _LARGEST = 2**40
 
 
+def _usage(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a parser for argparse, which prints what is wrong as wrong usage."""
+
+    def read(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix("gradckpt: ")) from None
+
+    return read
+
+
+@_usage
 def _number(text: str) -> int:
-    return _or_usage(_parse_number, text)  # type: ignore[no-any-return]
-
-
-def _parse_number(text: str) -> int:
     digits = text.replace("_", "").replace(",", "")
     if digits[-1:] in ("k", "K") and digits[:-1].isdecimal():
         digits = str(int(digits[:-1]) * 1024)
@@ -115,29 +134,14 @@ def _parse_number(text: str) -> int:
     return int(digits)
 
 
-def _size(text: str) -> int:
-    return _or_usage(parse_bytes, text)  # type: ignore[no-any-return]
-
-
+@_usage
 def _codecs(text: str) -> list[str]:
-    return _or_usage(_parse_codecs, text)  # type: ignore[no-any-return]
-
-
-def _parse_codecs(text: str) -> list[str]:
     codecs = [name.strip() for name in text.split(",")]
     allowed(codecs, False)  # unknown codecs raise
     return codecs
 
 
-def _device(text: str) -> devices.Device:
-    return _or_usage(devices.find, text)  # type: ignore[no-any-return]
-
-
-def _or_usage(function: Any, text: str) -> Any:
-    try:
-        return function(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("gradckpt: ")) from None
+_size, _device = _usage(parse_bytes), _usage(devices.find)
 
 
 def main(arguments: Sequence[str]) -> int:

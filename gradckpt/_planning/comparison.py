@@ -1,10 +1,13 @@
-"""Will a training step fit? :func:`compare` answers for each ready setting."""
+"""Will a training step fit? :func:`compare` answers for each ready setting, of a live model, and
+:func:`compare_source` of a config; :func:`longest` finds the longest sequence that fits.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,26 +18,18 @@ from gradckpt import _C
 from gradckpt._apart import apart
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
-from gradckpt._planning.blocks import find_blocks
-from gradckpt._planning.config_steps import ConfigSteps
-from gradckpt._planning.devices import Device
-from gradckpt._planning.estimates import rates_of
-from gradckpt._planning.hints import IN_PYTHON, TILES, Hints, advice, as_flags, with_tiles
-from gradckpt._planning.longest import longest
-from gradckpt._planning.needed_memory import held_blocks, memory_use
-from gradckpt._planning.progress import late_progress
-from gradckpt._planning.rows import Row, is_less, of_tiles, with_parts
-from gradckpt._planning.sharded import gradient_bytes, parameter_bytes, real_steps
-from gradckpt._planning.step_trace import (
-    Peak,
-    StateBeforePaper,
-    StepTrace,
-    side_by_side_on_paper,
-    trace_step,
-)
-from gradckpt._settings import READY, Setting, in_parts, in_tiles, quiet
+from gradckpt._models.working_set import have_parts
+from gradckpt._planning.config_profile import ConfigSteps
+from gradckpt._planning.device_memory import fixed_bytes, real_steps
+from gradckpt._planning.devices import Device, rates_of
+from gradckpt._planning.options import find_blocks
+from gradckpt._planning.paper_tensors import NotOnPaper
+from gradckpt._planning.report import IN_PYTHON, LESS, TILES, Comparison, Hints, Row, as_flags, with_tiles
+from gradckpt._planning.segments import KINDS, WORKING, Peak, StepTrace, held_blocks, memory_use
+from gradckpt._planning.step_trace import StateBeforePaper, late_progress, side_by_side_on_paper, trace_step
+from gradckpt._settings import READY, TORCH, Setting, in_parts, in_tiles, quiet
 from gradckpt._sizes import parse_bytes
-from gradckpt._stats import format_bytes, uncounted
+from gradckpt._stats import uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import (
     StepWrites,
@@ -47,63 +42,85 @@ from gradckpt._training_step import (
 )
 
 __all__ = [
-    "Comparison",
-    "Row",
     "compare",
     "compare_source",
-    "fixed_bytes",
+    "is_less",
+    "longest",
+    "of_tiles",
     "peak_of_run",
     "step_of",
     "unwrapped",
+    "with_parts",
 ]
-
 logger = logging.getLogger("gradckpt")
+
+
+def of_tiles(rows: Sequence[Row], tiles: int | None) -> list[str]:
+    """Return a sentence where tiles were asked for and no row has them."""
+    is_shown = tiles is None or any(f"{tiles} tiles" in row.name for row in rows)
+    return [] if is_shown else [f"No setting needs less with tiles={tiles}: MLPs are not what binds."]
+
+
+#: Of the bytes of a step: how large a working set must be for rows in parts.
+_LARGE = 0.05
+
+
+def with_parts(
+    rows_of: Callable[[Sequence[Setting]], list[Row]], blocks: Sequence[Module], tiles: int | None
+) -> list[Row]:
+    """Return the rows of the ready settings, each followed by those of the same in parts, and in
+    tiles as well, if these need less.
+    """
+    rows = rows_of(READY)
+    can = have_parts(blocks)
+    more: dict[str, list[Setting]] = {}
+    for row, setting in zip(rows, READY, strict=True) if can or tiles is not None else ():
+        is_large = row.peak is not None and row.peak.parts.get(KINDS[WORKING], 0) > _LARGE * (row.total or 0)
+        if is_large or (tiles is not None and setting == TORCH):  # one at least tells whether tiles can be
+            found = [in_parts(setting)] * can
+            found += [] if tiles is None else [in_parts(setting, tiles) if can else in_tiles(setting, tiles)]
+            more[row.name] = [each for each in found if each is not None]
+    known = _rows_that_work(rows_of, {each: setting for setting in READY for each in more.get(setting.name, ())})
+    result = []
+    for row in rows:
+        result.append(row)
+        for setting in more.get(row.name, ()):
+            other = known.get(setting.name)
+            if other is not None and is_less(other, result[-1]):
+                result.append(other)
+    return result
+
+
+def _rows_that_work(
+    rows_of: Callable[[Sequence[Setting]], list[Row]], settings: Mapping[Setting, Setting]
+) -> dict[str, Row]:
+    """Return the rows of settings in parts or tiles, each of which is made of a ready one, by name.
+    Not every module can be recomputed in parts: such rows are left out, and are in tiles alone.
+
+    Raises:
+        Exception: What tiles raise.
+    """
+    try:
+        return {row.name: row for row in rows_of(list(settings))}
+    except Exception as error:
+        logger.debug("gradckpt: a row in parts does not work (%s); it is left out", error)
+    found = {}
+    for setting, ready in settings.items():
+        try:
+            found[setting.name] = rows_of([setting])[0]
+        except Exception:
+            tiled = in_tiles(ready, setting.options["tiles"]) if "tiles" in setting.options else None
+            if tiled is not None:
+                found[setting.name] = rows_of([tiled])[0]
+    return found
+
+
+def is_less(row: Row, other: Row) -> bool:
+    return (row.size or math.inf) < (1 - LESS) * (other.size or math.inf)
+
 
 #: Operators of a step on paper from which on no longer one is looked for.
 _MANY = 30_000
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """What each setting needs; ``print(plan)`` shows a table.
-
-    ``rows``: one :class:`Row` for each setting. ``fixed``: bytes that are there during the whole
-    step, by name. ``memory``: bytes to fit into, or None. ``about``: the assumptions, in sentences.
-    ``hints``: what lowers the parts of a peak, in the words of plan() or of the command.
-    """
-
-    rows: tuple[Row, ...]
-    fixed: dict[str, int]
-    memory: int | None
-    about: tuple[str, ...]
-    tokens: int | None = None
-    hints: Hints = dataclasses.field(default_factory=lambda: IN_PYTHON, repr=False)
-
-    def __getitem__(self, name: str) -> Row:
-        """Return the row of a setting."""
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(name)
-
-    @property
-    def verdict(self) -> str:
-        """The answer in one sentence or two."""
-        return _verdict(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, which JSON can carry."""
-        given = dataclasses.asdict(self)
-        del given["hints"]
-        return {"verdict": self.verdict, **given}
-
-    def __str__(self) -> str:
-        about = list(self.about)
-        if any(_barely(self, row) for row in self.rows):
-            about.append(
-                "Barely: less than 1 GiB is left, and the CUDA context and workspaces of libraries need about that."
-            )
-        return "\n".join([self.verdict, "", *_table(self), "", *_lines(self), *about])
 
 
 def compare(
@@ -116,7 +133,7 @@ def compare(
 ) -> Comparison:
     """Return what a step needs in each ready setting; :func:`gradckpt.plan` describes it."""
     limit = None if memory is None else parse_bytes(memory)
-    run = step_of(model, batch)
+    run, given = step_of(model, batch)
     blocks = find_blocks(model, modules)
     about = ["Peaks contain parameters, buffers and gradients that exist, and no optimizer states."]
     if modules is not None:
@@ -131,7 +148,7 @@ def compare(
 
                 def rows_of(settings: Sequence[Setting]) -> list[Row]:
                     trials = [
-                        functools.partial(_on_paper, model, setting, run, batch, blocks, modules, fixed, limit)
+                        functools.partial(_on_paper, model, setting, run, given, blocks, modules, fixed, limit)
                         for setting in settings
                     ]
                     return side_by_side_on_paper(trials, keep, lambda number: progress(settings[number].name))
@@ -179,24 +196,17 @@ def _hints(
     return with_tiles(hints) if helps else hints
 
 
-def fixed_bytes(model: Module) -> dict[str, int]:
-    """Return the bytes that this rank has of a model before the step, by name."""
-    return {
-        "parameters and buffers": parameter_bytes(model) + sum(x.nbytes for x in model.buffers()),
-        "gradients": gradient_bytes(model),
-    }
-
-
 def unwrapped(model: Module) -> Module:
     """Return the module of DistributedDataParallel, whose forward may allocate its buckets."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
-def step_of(model: Module, batch: Any) -> Callable[[Any], object]:
+def step_of(model: Module, batch: Any) -> tuple[Callable[[Any], object], Any]:
+    """Return what runs forward and backward on a batch, and that batch; None: a function has it."""
     if callable(batch) and not isinstance(batch, (torch.Tensor, Mapping)):
         step = step_of_function(model, batch)
-        return lambda _: step()
-    return lambda batch: step_of_batch(model, batch)()
+        return lambda _: step(), None
+    return lambda batch: step_of_batch(model, batch)(), batch
 
 
 def _on_paper(
@@ -213,8 +223,7 @@ def _on_paper(
 
     def trace(concentrated: bool) -> StepTrace:
         with setting.active(model, modules):
-            given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
-            return trace_step(model, run, given, blocks=blocks, concentrated=concentrated, cuda=cuda)
+            return trace_step(model, run, batch, blocks=blocks, concentrated=concentrated, cuda=cuda)
 
     found = trace(False)
     peak, held = found.peak(), sum(fixed.values())
@@ -333,89 +342,79 @@ def compare_source(
     return Comparison(tuple(rows), fixed, limit, tuple(about), tokens, hints)
 
 
-# ---- text ----
+#: A sequence longer by this factor has been found not to fit.
+_CLOSE = 1.03
+
+#: Where a step is tried, of where it should fit.
+_BELOW = 0.99
+
+#: Logarithm of the factor between lengths that tell how sizes grow, through the allocator's steps.
+_APART = 0.2
+
+#: Steps that are tried at most, those whose sizes are trusted to tell the next, and tokens.
+_TRIES, _TRUSTED, _MOST = 14, 6, 2**26
 
 
-def _verdict(plan: Comparison) -> str:
-    known = [row for row in plan.rows if row.total is not None]
-    if not known:
-        return "No setting could be computed."
-    least = min(known, key=lambda row: row.size or 0)
-    what = "smallest peak" if least.needed is None else "least that is needed"
-    length = f" at {plan.tokens:,} tokens" if plan.tokens else ""
-    if plan.memory is None:
-        return f"The {what}{length} is {_size(least.size)}, with {least.name}. {_advice(plan, least)}"
-    limit = _size(plan.memory)
-    fitting = [row for row in known if row.fits]
-    if not fitting:
-        return (
-            f"Nothing fits {limit}{length}: the {what} is {_size(least.size)}, with {least.name}. "
-            f"{_advice(plan, least)}"
-        )
-    if fitting[0].name == "none" and not _barely(plan, fitting[0]):
-        return f"It fits {limit}{length} without checkpointing: {_size(fitting[0].size)}."
-    names = ", ".join(f"{row.name} ({_size(row.size)}{', barely' if _barely(plan, row) else ''})" for row in fitting)
-    return f"It fits {limit}{length} with {names}."
+def longest(
+    tokens: int, size: int, needed: Callable[[int], int], held: int, limit: int, positions: int | None
+) -> int | None:
+    """Return the tokens of a step that was tried and fits, where one of 1.03 times as many was
+    tried and does not, or the model's positions end there; 0: none fits. None: unknown.
+
+    Args:
+        tokens: Of a step whose size is known.
+        size: That size, in bytes.
+        needed: Returns the size of a step of so many tokens.
+        held: What is there during the whole step.
+        limit: The bytes that are there.
+        positions: The most tokens of the model, or None.
+    """
+    if held > limit:
+        return 0
+    most = positions or _MOST
+    sizes = {0: held, tokens: size}
+    for _ in range(_TRIES):
+        fits = max(length for length, each in sizes.items() if each <= limit)
+        fails = min((length for length, each in sizes.items() if each > limit), default=most + 1)
+        if fails <= max(fits + 1, int(fits * _CLOSE)) or fits >= most:
+            return fits
+        length = _next(sizes, limit, fits, fails)
+        try:
+            sizes[length] = needed(length)
+        except NotOnPaper:  # so long a step asks for values that a shorter one knows
+            return fits or None
+        except Exception:  # the model takes other lengths alone
+            return None
+    return None
 
 
-#: Bytes that are not counted, and the most of a device that they are taken for.
-_BESIDE, _PART = 2**30, 0.05
+def _next(sizes: dict[int, int], limit: int, fits: int, fails: int) -> int:
+    """Return the tokens to try, between those that fit and those that do not."""
+    guess = _guess(sizes, limit, fits, fails)
+    if fits and fits * _CLOSE >= guess:
+        length = int(fits * _CLOSE)
+    elif guess * _CLOSE >= fails:
+        length = math.ceil(fails / _CLOSE)
+    else:
+        length = int(guess * _BELOW)
+    if fails not in sizes and length * _CLOSE >= fails:  # so many positions there are
+        length = fails - 1
+    return min(max(length, fits + 1), fails - 1)
 
 
-def _barely(plan: Comparison, row: Row) -> bool:
-    """Return whether a row fits, and leaves little for what is not counted."""
-    if not row.fits or row.size is None or plan.memory is None:
-        return False
-    return plan.memory - row.size < min(_BESIDE, _PART * plan.memory)
-
-
-def _advice(plan: Comparison, row: Row) -> str:
-    """Say what binds in a row, and what would move it."""
-    if row.peak is None:
-        return ""
-    alone = plan.memory is not None and sum(plan.fixed.values()) > plan.memory  # the rest does not matter yet
-    return advice(row.peak, plan.fixed, plan.hints, fixed_alone=alone)
-
-
-def _size(nbytes: int | None) -> str:
-    return "" if nbytes is None else format_bytes(nbytes)
-
-
-#: Columns of numbers.
-_NUMBERS = ("peak", "allocated", "at most", "needed", "longest", "estimated")
-
-
-def _table(plan: Comparison) -> list[str]:
-    held = sum(plan.fixed.values())
-    parts = ", ".join(f"{name} {_size(size)}" for name, size in plan.fixed.items() if size)
-    needed = any(row.needed is not None for row in plan.rows)
-    head = ["setting", "allocated" if needed else "peak"]
-    limit = plan.memory is not None
-    longest = any(row.longest is not None for row in plan.rows)
-    seconds = any(row.seconds is not None for row in plan.rows)
-    bound = any(row.at_most is not None for row in plan.rows)
-    head += ["at most"] * bound + ["needed"] * needed + [f"fits {_size(plan.memory)}"] * limit + ["longest"] * longest
-    head += ["estimated"] * seconds + ["what binds"]
-    cells = []
-    for row in plan.rows:
-        line = [row.name, _size(row.total)]
-        line += [_size(row.at_most)] * bound + [_size(row.needed)] * needed
-        fits = {True: "barely" if _barely(plan, row) else "yes", False: "no", None: ""}[row.fits]
-        line += [fits] * limit
-        line += [f"{row.longest:,}" if row.longest is not None else ""] * longest
-        line += [f"{row.seconds:.3g} s" if row.seconds is not None else ""] * seconds
-        cells.append([*line, row.binds])
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    right = {i for i, name in enumerate(head) if name in _NUMBERS}
-    rows = [
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in (head, *cells)
-    ]
-    return [f"During the whole step: {_size(held)} ({parts})" if parts else "", "", *(row.rstrip() for row in rows)]
-
-
-def _lines(plan: Comparison) -> list[str]:
-    rows = [row for row in plan.rows if plan.memory is None or row.fits]
-    width = max((len(row.name) for row in rows), default=0)
-    lines = [f"  {row.name.ljust(width)}  {row.line}" for row in rows]
-    return ["To train so:", *lines, ""] if lines else []
+def _guess(sizes: dict[int, int], limit: int, fits: int, fails: int) -> float:
+    """Return where the size should reach the limit: above what is held it grows with a power of the
+    length, which the nearest step and another one tell.
+    """
+    held, near = sizes[0], fits or fails
+    if fits and fails in sizes and len(sizes) > _TRUSTED:
+        return math.sqrt(fits * fails)
+    if sizes[near] <= held:
+        return near * 2.0
+    apart = (length for length in sizes if length and sizes[length] > held and abs(math.log(length / near)) > _APART)
+    other = fails if fits and fails in sizes else next(apart, None)
+    power = 1.0
+    if other is not None:
+        power = math.log((sizes[other] - held) / (sizes[near] - held)) / math.log(other / near)
+    guess = near * ((limit - held) / (sizes[near] - held)) ** (1 / min(max(power, 0.5), 3.0))
+    return float(min(max(guess, fits), fails))

@@ -1,29 +1,59 @@
-"""A training set-up on paper: :class:`ConfigModel`."""
+"""A training set-up on paper: :class:`ConfigModel`; and its LoRA adapters, with the operators of
+PEFT, in its order: :func:`add_adapters`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradckpt._models.kinds import repeated_blocks
-from gradckpt._planning.adapters import Lora, add_adapters, parse_lora
-from gradckpt._planning.autocast import cuda_autocast
-from gradckpt._planning.blocks import find_blocks
-from gradckpt._planning.frozen_weights import FORMATS, QuantizedLinear, quantize
-from gradckpt._planning.losses import LOSSES
-from gradckpt._planning.model_source import open_source
-from gradckpt._planning.shards import OPTIMIZERS, SHARDS, divide
-from gradckpt._planning.words import MIXED, STORED, dtype_name, optimizer_name
+from gradckpt._planning.kernels import cuda_autocast
+from gradckpt._planning.libraries import FORMATS, LOSSES, QuantizedLinear, is_linear, linear_sizes, quantize
+from gradckpt._planning.model_source import OPTIMIZERS, SHARDS, divide, open_source
+from gradckpt._planning.options import find_blocks
 from gradckpt._stats import format_bytes
 from gradckpt._training_step import loss_of
 
-__all__ = ["PREPARE", "ConfigModel"]
+__all__ = ["MIXED", "PREPARE", "STORED", "ConfigModel"]
+
+#: Name -> dtype of the parameters.
+STORED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+#: Float32 parameters under autocast, and to which dtype.
+MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
+#: torch's words.
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+
+#: transformers' words, of TrainingArguments.optim, and torch's.
+_OPTIMIZERS = {
+    "adam": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_bnb_8bit": "adamw-8bit",
+    "adamw_8bit": "adamw-8bit",
+    "paged_adamw_8bit": "adamw-8bit",
+    "paged_adamw": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "lion_32bit": "lion",
+    "lion_8bit": "lion-8bit",
+    "paged_lion_8bit": "lion-8bit",
+    "paged_lion_32bit": "lion",
+}
+
+
+def dtype_name(text: str) -> str:
+    """Return our name of a dtype or a mixture; one that is not known as it is."""
+    return _DTYPES.get(text.removeprefix("torch."), text)
+
 
 #: Who prepares a quantized model for training: PEFT, by casting what is not quantized, or none.
 PREPARE = ("peft", "none")
@@ -61,7 +91,7 @@ class ConfigModel:
     ) -> None:
         dtype = _known("dtype", dtype_name(dtype), (*STORED, *MIXED))
         stored, self.autocast = STORED.get(dtype, torch.float32), MIXED.get(dtype)
-        optimizer = _known("optimizer", optimizer_name(optimizer), OPTIMIZERS)
+        optimizer = _known("optimizer", _OPTIMIZERS.get(optimizer.lower(), optimizer), OPTIMIZERS)
         _known("loss", loss, ("model", *LOSSES))
         adapters = None if lora is None else parse_lora(lora)
         if adapters is not None and stored.itemsize == 2:
@@ -94,7 +124,8 @@ class ConfigModel:
         if loss != "model" and not self._is_causal():
             name = type(self.model).__name__
             raise ValueError(f"gradckpt: {name} has no causal language model's head; leave out --loss {loss}")
-        self.about = [self._headline(dtype), *built.about]
+        size = _count(sum(p.numel() for p in self.model.parameters()))
+        self.about = [f"{type(self.model).__name__} with {size} parameters, {_DTYPE_SENTENCES[dtype]}.", *built.about]
         if weights is not None:
             self.about += self._quantize(weights, self.autocast or stored, prepare or "peft")
         if adapters is not None:
@@ -205,10 +236,6 @@ class ConfigModel:
         self.about.append(f"transformers cannot checkpoint {name}: the lines take modules=({names},), too.")
         return kinds
 
-    def _headline(self, dtype: str) -> str:
-        n = sum(p.numel() for p in self.model.parameters())
-        return f"{type(self.model).__name__} with {_count(n)} parameters, {_DTYPE_SENTENCES[dtype]}."
-
     def _quantize(self, bits: str, compute_dtype: torch.dtype, prepare: str) -> list[str]:
         head = self._head if self._head is not None else list(self.model.modules())[-1]
         with torch.device("meta"):
@@ -275,3 +302,128 @@ def _known(what: str, value: str, names: Iterable[str]) -> str:
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"gradckpt: unknown {what} {value!r}; {meant}choose one of: {', '.join(names)}")
     return value
+
+
+_EXAMPLE = "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,dtype=bf16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """A LoRA configuration with PEFT's defaults; without targets, all linear layers have one.
+    ``dtype``: of the adapters; PEFT makes them float32, TRL's trainers bfloat16 where the rest is
+    quantized.
+    """
+
+    r: int
+    alpha: float = 8
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+
+def parse_lora(text: str) -> Lora:
+    """Return the configuration that a text means, as
+    ``"r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,dtype=bf16"``.
+
+    Raises:
+        ValueError: An entry is unknown or has no such value, or ``r`` is missing.
+    """
+    read: dict[str, Callable[[str], Any]] = {
+        "r": int,
+        "alpha": float,
+        "dropout": float,
+        "targets": lambda names: tuple(names.split("+")),
+        "dtype": lambda name: STORED[dtype_name(name)],
+    }
+    given: dict[str, Any] = {}
+    for entry in text.split(","):
+        key, _, value = (part.strip() for part in entry.partition("="))
+        if key in given:
+            raise ValueError(f"gradckpt: LoRA setting {key} is given twice; write {_EXAMPLE}")
+        if key not in read:
+            raise ValueError(f"gradckpt: unknown LoRA setting {entry.strip()!r}; write {_EXAMPLE}")
+        try:
+            given[key] = read[key](value)
+        except (ValueError, KeyError):
+            what = "no dtype" if key == "dtype" else "not a number"
+            raise ValueError(f"gradckpt: LoRA setting {key} is {what}: {value!r}; write {_EXAMPLE}") from None
+    if given.get("r", 0) < 1:
+        raise ValueError(f"gradckpt: a LoRA rank of {given.get('r')}; write {_EXAMPLE}")
+    if not 0 <= given.get("dropout", 0) < 1:
+        raise ValueError(f"gradckpt: a LoRA dropout of {given['dropout']}; give a probability below 1")
+    return Lora(**given)
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer with an adapter."""
+
+    def __init__(self, base_layer: Any, lora: Lora) -> None:
+        super().__init__()
+        in_features, out_features = linear_sizes(base_layer)
+        self.base_layer = base_layer
+        self.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
+        self.lora_A = nn.Linear(in_features, lora.r, bias=False, dtype=lora.dtype)
+        self.lora_B = nn.Linear(lora.r, out_features, bias=False, dtype=lora.dtype)
+        self.scaling = lora.alpha / lora.r
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The frozen weight, which models ask for its dtype; PEFT's layers have it, too."""
+        weight: torch.Tensor = self.base_layer.weight
+        return weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The frozen bias."""
+        bias: torch.Tensor | None = self.base_layer.bias
+        return bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base_layer(x)
+        if not isinstance(result, torch.Tensor):
+            name = type(self.base_layer).__name__
+            raise ValueError(
+                f"gradckpt: {name} returns several values, so PEFT cannot adapt it; name the layers to adapt, as in "
+                "--lora r=16,targets=q_proj+v_proj"
+            )
+        dtype = result.dtype
+        if not isinstance(self.base_layer, QuantizedLinear):  # peft/tuners/lora/layer.py
+            result = result + self._delta(x.to(self.lora_A.weight.dtype))
+            return result.to(dtype)
+        if self.base_layer.compute_dtype is not None:  # peft/tuners/lora/bnb.py, its layer of 4 bits
+            result = result.clone()
+        if torch.is_autocast_enabled("cpu"):
+            return result + self._delta(x)
+        return result + self._delta(x.to(self.lora_A.weight.dtype)).to(dtype)
+
+    def _delta(self, x: torch.Tensor) -> torch.Tensor:
+        delta: torch.Tensor = self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling
+        return delta
+
+
+def add_adapters(model: nn.Module, lora: Lora, head: nn.Module | None, of_tokens: bool) -> int:
+    """Freeze a model and add adapters to its linear layers, by default to all but the output head;
+    return the number of layers.
+
+    Raises:
+        ValueError: A target matches no linear layer.
+    """
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if is_linear(module) or isinstance(module, QuantizedLinear)
+    }
+    chosen = {name: module for name, module in linear.items() if module is not head and not lora.targets}
+    for target in lora.targets:
+        matching = {name: linear[name] for name in linear if name == target or name.endswith(f".{target}")}
+        if not matching:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ValueError(f"gradckpt: no linear layer is named {target!r}; choose one of: {known}")
+        chosen |= matching
+    model.requires_grad_(False)
+    for name, module in chosen.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _Adapted(module, lora))
+    if of_tokens and hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()  # type: ignore[operator]  # as PEFT does under checkpointing
+    return len(chosen)

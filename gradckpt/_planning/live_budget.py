@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,25 +26,29 @@ from gradckpt._models.rules import check_tiles
 from gradckpt._models.switch import BUDGET, enable, take_off
 from gradckpt._models.weak import WeakModule
 from gradckpt._offload import OffloadLike, parse_offload
-from gradckpt._planning.agreement import agreed
-from gradckpt._planning.block_times import RegionCosts, measure_regions
-from gradckpt._planning.blocks import regions_to_plan
-from gradckpt._planning.budget import device_of, parse_budget, refuse_compiled
 from gradckpt._planning.comparison import unwrapped
-from gradckpt._planning.optimizers import state_bytes, torch_optimizer
-from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
-from gradckpt._planning.parameter_walk import Found, ParameterWalk
-from gradckpt._planning.placement import Placement, placement_of
+from gradckpt._planning.device_memory import (
+    Found,
+    ParameterWalk,
+    device_of,
+    is_sharded,
+    parse_budget,
+    refuse_compiled,
+    refuse_shards,
+    trained_parts,
+)
+from gradckpt._planning.devices import Placement, placement_of
+from gradckpt._planning.options import KEEP, RECOMPUTE, RegionCosts, allowed, measure_regions, regions_to_plan
+from gradckpt._planning.paper_tensors import NotOnPaper
+from gradckpt._planning.plan import agreed
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
-from gradckpt._planning.sharded import is_sharded, refuse_shards, trained_parts
-from gradckpt._planning.values import NotOnPaper
+from gradckpt._planning.step_trace import state_bytes, torch_optimizer
 from gradckpt._settings import quiet
 from gradckpt._stats import Stats, continue_from, stats
 from gradckpt._training_step import alone, autocast_on, loss_of
 
 __all__ = ["LiveBudget"]
-
 logger = logging.getLogger("gradckpt")
 
 
@@ -152,11 +157,19 @@ class LiveBudget:
         if self._busy or not (model.training and torch.is_grad_enabled()) or private.graph_task_id() != -1:
             return
         refuse_compiled(model)
+        with self._planning():
+            self._prepare(model, args, kwargs)
+
+    @contextlib.contextmanager
+    def _planning(self) -> Iterator[None]:
+        """Let steps in a ``with`` block be the plan's own, not the loop's; if one fails, the next
+        call plans again.
+        """
         self._busy = True
         try:
-            self._prepare(model, args, kwargs)
+            yield
         except BaseException:
-            self._start_over()  # the next call plans again
+            self._start_over()
             raise
         finally:
             self._busy = False
@@ -169,7 +182,7 @@ class LiveBudget:
         if self._setup not in (None, setup):
             self._start_over()
         self._setup = setup
-        shapes = _shapes_of(args, kwargs)
+        shapes = tuple(tuple(x.shape) for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         is_known = self._knows(shapes)
         grown = self._grown(model, found)
         if "states" in grown:
@@ -178,8 +191,7 @@ class LiveBudget:
             self._begin(model, args, kwargs, shapes)
         elif grown:
             self._trace(model, args, kwargs, shapes)
-            self._pending = self._make_plan(model)
-            self._note(self._pending)
+            self._make_plan(model)
             logger.info("gradckpt: planned again, since %s: %s", " and ".join(grown.values()), self._pending)
         if self._pending is not None and self._measuring is None:
             self.plan, self._pending = self._pending, None
@@ -205,15 +217,8 @@ class LiveBudget:
         self._measuring.close()
         self._measuring = None
         self._see_outputs(output)
-        self._busy = True
-        try:
-            self._pending = self._make_plan(model)
-            self._note(self._pending)
-        except BaseException:
-            self._start_over()
-            raise
-        finally:
-            self._busy = False
+        with self._planning():
+            self._make_plan(model)
         logger.info("gradckpt: from the next training call on: %s", self._pending)
 
     def _see_outputs(self, output: Any) -> None:
@@ -247,14 +252,6 @@ class LiveBudget:
 
     def _know_no_gradients(self) -> None:
         self._known = {**self._known, "gradients": 0, "reductions": 0}
-
-    def _note(self, plan: Plan) -> None:
-        """Keep a plan for the present shapes, in place of those for smaller inputs."""
-        shapes = self._shapes
-        assert shapes is not None
-        assert self._profile is not None
-        self._plans = {known: made for known, made in self._plans.items() if not _covers(shapes, known)}
-        self._plans[shapes] = plan, self._profile, self._known
 
     def _grown(self, model: Module, found: Found) -> dict[str, str]:
         """Return what is more than the plan knows, each with a sentence about it; know it now."""
@@ -335,16 +332,20 @@ class LiveBudget:
         self._profile, self._shapes = profile, shapes
         return profile
 
-    def _make_plan(self, model: Module) -> Plan:
-        assert self._profile is not None
-        self._profile.costs = self._costs
+    def _make_plan(self, model: Module) -> None:
+        """Make the plan of the next call; keep it for the present shapes, in place of those for
+        smaller inputs.
+        """
+        shapes, profile = self._shapes, self._profile
+        assert shapes is not None
+        assert profile is not None
+        profile.costs = self._costs
         budget = parse_budget(self.budget, device_of(model))
         with alone(model):
-            if self._first:  # which all ranks make
-                made = agreed(self._profile, budget)
-                self._first = False
-                return made
-            return self._profile.plan(budget)
+            self._pending = agreed(profile, budget) if self._first else profile.plan(budget)
+        self._first = False  # all ranks make the first one
+        self._plans = {known: made for known, made in self._plans.items() if not _covers(shapes, known)}
+        self._plans[shapes] = self._pending, profile, self._known
 
     def note_optimizer(self, model: Module, optimizer: Any) -> None:
         """Count the states of an optimizer that has stepped, if it trains the model."""
@@ -360,12 +361,7 @@ _SENTENCES = {
     "outputs": "the loop has the model's outputs in the backward",
 }
 
-
 Shapes = tuple[tuple[int, ...], ...]
-
-
-def _shapes_of(args: Any, kwargs: Any) -> Shapes:
-    return tuple(tuple(x.shape) for x in private.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
 
 
 def _covers(large: Shapes, small: Shapes) -> bool:

@@ -1,4 +1,7 @@
-"""A model without weights, and batches for it: from a config, or from the user's function."""
+"""A model without weights, and batches for it, from a config or from the user's function:
+:func:`open_source`; and what one device holds during the whole step, and how that is divided among
+devices: :func:`divide`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import importlib
 import inspect
 import json
 import logging
+import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,8 +22,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from gradckpt._engine import torch_private as private
+from gradckpt._models.kinds import repeated_blocks
+from gradckpt._planning.libraries import QuantizedLinear
 
-__all__ = ["Source", "open_source"]
+__all__ = ["OPTIMIZERS", "SHARDS", "Source", "divide", "open_source"]
 
 #: Positional and keyword arguments of the model's forward.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -179,24 +185,30 @@ def _from_config(entries: dict[str, Any], dtype: torch.dtype) -> Source:
                 dropping.append(name)
     if dropping:
         about.append(f"No layer is dropped, which needs most ({', '.join(dict.fromkeys(dropping))} in the config).")
-    labels = next((labels for name, labels in _LABELS.items() if re.search(name, kind.__name__)), None)
+    of_tokens, labels = next((each for name, each in _LABELS.items() if re.search(name, kind.__name__)), (False, ()))
     main = getattr(kind, "main_input_name", "input_ids")
-    if labels is None or main not in _INPUTS:
-        raise ValueError(_unknown(kind, labels is None, main, entries, transformers))
+    if not labels or main not in _INPUTS:
+        raise ValueError(_unknown(kind, not labels, main, entries, transformers))
     if config.is_encoder_decoder:
         for name in ("pad_token_id", "decoder_start_token_id"):  # the values of tokens have no effect on paper
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
-    if labels is _one_label:
+    if labels == ("labels",) and not of_tokens:
         config.problem_type = "single_label_classification"
     with _on_meta(dtype):
         model = kind(config)
     model.train()
-    takes, make_input = _INPUTS[main]
+    takes = _INPUTS[main]
     names = inspect.signature(model.forward).parameters
 
     def arguments(tokens: int, samples: int) -> Arguments:
-        batch = {main: make_input(config, tokens, samples, model.dtype), **labels(tokens, samples)}
+        shape: tuple[int, ...] = samples, tokens
+        if takes == "images":
+            channels = next((each.num_channels for each in _with_parts(config) if hasattr(each, "num_channels")), 3)
+            shape = samples, channels, *_image_size(config)
+        batch = {main: torch.zeros(shape, dtype=torch.long if takes == "tokens" else model.dtype)}
+        of_labels = (samples, tokens) if of_tokens else (samples,)
+        batch |= {name: torch.zeros(of_labels, dtype=torch.long) for name in labels}
         if "token_type_ids" in names and getattr(config, "sub_configs", None):  # Gemma3 asks for it in training
             batch["token_type_ids"] = torch.zeros(samples, tokens, dtype=torch.long)
         return (), batch
@@ -248,7 +260,6 @@ def _class_of(entries: dict[str, Any], transformers: Any) -> Any:
 
 #: Probabilities with which a layer is skipped in a step.
 _LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-
 
 #: Without them a config silently describes the default model of its class.
 _NEEDED = (
@@ -303,15 +314,6 @@ def _positions(model: nn.Module, config: Any) -> int | None:
     return None
 
 
-def _ids(config: Any, tokens: int, samples: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(samples, tokens, dtype=torch.long)
-
-
-def _images(config: Any, tokens: int, samples: int, dtype: torch.dtype) -> torch.Tensor:
-    channels = next((each.num_channels for each in _with_parts(config) if hasattr(each, "num_channels")), 3)
-    return torch.zeros(samples, channels, *_image_size(config), dtype=dtype)
-
-
 def _image_size(config: Any) -> tuple[int, int]:
     size = next(iter(_sizes_of_images(config)), 224)
     height, width = (size, size) if isinstance(size, int) else size
@@ -323,28 +325,132 @@ def _sizes_of_images(config: Any) -> list[Any]:
     return [each.image_size for each in _with_parts(config) if getattr(each, "image_size", None) is not None]
 
 
-#: Name of a model's main input -> the units of a batch, and a function that makes it.
-_INPUTS: dict[str, tuple[str, Callable[[Any, int, int, torch.dtype], torch.Tensor]]] = {
-    "input_ids": ("tokens", _ids),
-    "pixel_values": ("images", _images),
+#: Name of a model's main input -> the units of a batch.
+_INPUTS = {"input_ids": "tokens", "pixel_values": "images"}
+
+#: How the class of a model ends -> whether each token has a label, and the labels' names.
+_LABELS = {
+    r"(For(CausalLM|MaskedLM|ConditionalGeneration|TokenClassification)|LMHeadModel|LMHead)$": (True, ("labels",)),
+    r"For(Sequence|Image)Classification$": (False, ("labels",)),
+    r"ForQuestionAnswering$": (False, ("start_positions", "end_positions")),
 }
 
 
-def _label_of_each_token(tokens: int, samples: int) -> dict[str, torch.Tensor]:
-    return {"labels": torch.zeros(samples, tokens, dtype=torch.long)}
+def _eight_bits(parameter: torch.Tensor, states: int) -> int:
+    """Return the bytes of bitsandbytes' states: small tensors stay in float32."""
+    n = parameter.numel()
+    return states * (4 * n if n < 4096 else n + 4 * -(-n // 256))
 
 
-def _one_label(tokens: int, samples: int) -> dict[str, torch.Tensor]:
-    return {"labels": torch.zeros(samples, dtype=torch.long)}
+def _factored(parameter: torch.Tensor) -> int:
+    """Return the bytes of Adafactor's states, float32 sums of rows and columns."""
+    shape = parameter.shape
+    if len(shape) < 2:
+        return 4 * parameter.numel()
+    return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
 
 
-def _span(tokens: int, samples: int) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(samples, dtype=torch.long) for name in ("start_positions", "end_positions")}
-
-
-#: How the class of a model ends -> its labels.
-_LABELS: Mapping[str, Callable[[int, int], dict[str, torch.Tensor]]] = {
-    r"(For(CausalLM|MaskedLM|ConditionalGeneration|TokenClassification)|LMHeadModel|LMHead)$": _label_of_each_token,
-    r"For(Sequence|Image)Classification$": _one_label,
-    r"ForQuestionAnswering$": _span,
+#: Optimizer -> bytes of the states of a parameter.
+OPTIMIZERS: dict[str, Callable[[torch.Tensor], int]] = {
+    "adamw": lambda parameter: 2 * parameter.nbytes,
+    "adamw-8bit": lambda parameter: _eight_bits(parameter, 2),
+    "sgd": lambda parameter: 0,
+    "sgd-momentum": lambda parameter: parameter.nbytes,
+    "lion": lambda parameter: parameter.nbytes,
+    "lion-8bit": lambda parameter: _eight_bits(parameter, 1),
+    "adafactor": _factored,
+    "none": lambda parameter: 0,
 }
+
+SHARDS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+
+
+class Held(NamedTuple):
+    """Bytes of one device: ``fixed`` during the whole step, ``extra`` for the communication;
+    ``gradient_scale``: the part of a gradient's bytes that stays on the device.
+    """
+
+    fixed: dict[str, int]
+    extra: dict[str, int]
+    gradient_scale: float
+    about: list[str]
+
+
+def divide(model: nn.Module, optimizer: str, gpus: int, shard: str | None, stored: torch.dtype | None) -> Held:
+    """Return the bytes of one of ``gpus`` devices.
+
+    ``stored``: the dtype in which sharded parameters and their gradients are kept if the modules
+    compute with another one.
+    """
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    packed = [b for m in model.modules() if isinstance(m, QuantizedLinear) for b in m.buffers(recurse=False)]
+    others = sum(b.nbytes for b in model.buffers()) - sum(b.nbytes for b in packed)
+    kept = [_like(p, stored) for p in parameters]
+    weights = sum(x.nbytes for x in [*kept, *packed])
+    states = sum(OPTIMIZERS[optimizer](_like(p, stored)) for p in trained)
+    gradients = sum(p.nbytes for p in trained)
+    scale = sum(_like(p, stored).nbytes for p in trained) / gradients if gradients else 1.0
+    if shard is None:
+        return Held({"weights": weights + others, "optimizer states": states}, {}, scale, [])
+    fixed = {"weights": weights + others, "optimizer states": states}
+    if shard == "ddp":
+        about = [f"DDP on {gpus} devices: each has all weights, gradients and states, and buckets for the gradients."]
+        return Held(fixed, {"gradient buckets": gradients}, scale, about)
+    master = [p for p in trained if p.dtype.itemsize == 2] if shard.startswith("zero") else []
+    if master:  # DeepSpeed steps in float32
+        fixed["master weights"] = -(-sum(4 * p.numel() for p in master) // gpus)
+        states = sum(OPTIMIZERS[optimizer](_like(p, torch.float32)) for p in trained)
+    fixed["optimizer states"] = -(-states // gpus)
+    about = [_SHARD_SENTENCES[shard].format(gpus=gpus)]
+    if master:
+        about.append("DeepSpeed keeps float32 copies of the trainable 16-bit weights, in equal parts.")
+    if shard == "zero1":
+        return Held(fixed, {}, scale, about)
+    scale /= gpus
+    if shard == "zero2":
+        return Held(fixed, {}, scale, about)
+    if shard == "fsdp" and stored is None and any(p.dtype.itemsize == 2 for p in trained):
+        about.append("Weights stay in 16 bits; with bf16=True, accelerate's FSDP has them in float32 (bf16-mixed).")
+    fixed["weights"] = -(-weights // gpus) + others
+    return Held(fixed, _gathered(model), scale, about)
+
+
+_SHARD_SENTENCES = {
+    "zero1": "ZeRO-1 on {gpus} devices: each has all weights and gradients, and its part of the optimizer states.",
+    "zero2": "ZeRO-2 on {gpus} devices: each has all weights, and its part of the gradients and optimizer states.",
+    "zero3": "ZeRO-3 on {gpus} devices: two blocks and the modules outside of blocks are gathered on each.",
+    "fsdp": "FSDP on {gpus} devices: two blocks and the modules outside of blocks are gathered on each.",
+}
+
+
+def _like(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return x if dtype is None else torch.empty(x.shape, dtype=dtype, device="meta")
+
+
+def _gathered(model: nn.Module) -> dict[str, int]:
+    """Return the bytes that are whole on each device under FSDP.
+
+    Weights: the block in use, the block that comes next, and what lies outside of all blocks
+    (embeddings, head), which FSDP does not shard again before the backward ends. Gradients: those
+    of a block and their copy in the reduction under way, and those outside of blocks.
+    """
+    blocks = [model.get_submodule(name) for found in repeated_blocks(model) for name in found.names]
+    inside = {p for block in blocks for p in block.parameters()}
+    outside = [p for p in model.parameters() if p not in inside]
+    largest = max((_bytes_of_block(block) for block in blocks), default=0)
+    gradients = max((_nbytes(p for p in block.parameters() if p.requires_grad) for block in blocks), default=0)
+    return {
+        "gathered blocks": 2 * largest,
+        "gathered outside of blocks": _nbytes(outside),
+        "whole gradients": 2 * gradients + _nbytes(p for p in outside if p.requires_grad),
+    }
+
+
+def _bytes_of_block(block: nn.Module) -> int:
+    packed = [b for m in block.modules() if isinstance(m, QuantizedLinear) for b in m.buffers(recurse=False)]
+    return _nbytes([*block.parameters(), *packed])
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(x.nbytes for x in tensors)

@@ -1,22 +1,64 @@
-"""What can be done with a region: keep, compress or recompute what its backward needs."""
+"""What can be done with regions, keep, compress or recompute what their backward needs, and what
+each costs: :func:`allowed`, :func:`measure_regions`.
+
+Blocks are measured one at a time, where the step calls them, with the arguments that they get
+there. So at most one block more than in the step is alive.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 
 from gradckpt import _C
+from gradckpt._apart import apart
 from gradckpt._codec_names import resolve_codec
 from gradckpt._config import CompressionConfig, parse_compress
+from gradckpt._engine import parameter_hooks
+from gradckpt._engine import torch_private as private
 from gradckpt._engine.saved_tensors import compress_saved
+from gradckpt._host_random import host_random
+from gradckpt._models import activity
+from gradckpt._models.caches import is_cache
+from gradckpt._models.caches import snapshot as cache_snapshot
+from gradckpt._models.kinds import Tree
+from gradckpt._models.ranks import RankCheck
+from gradckpt._models.regions import Region, region_of
 from gradckpt._models.rules import OF_MODULES, Settings, parse_options
-from gradckpt._models.working_set import have_parts
+from gradckpt._models.switch import Handle, Modules, snapshot, take_off
+from gradckpt._models.working_set import Inner, have_parts, working_sets
 from gradckpt._offload import Offload, parse_offload, plain_data
+from gradckpt._planning.device_memory import weights_in
+from gradckpt._settings import EXACT
+from gradckpt._stats import uncounted
+from gradckpt._training_state import TrainingState
 
-__all__ = ["KEEP", "RECOMPUTE", "Option", "allowed", "find_option", "in_tiles"]
+__all__ = [
+    "KEEP",
+    "RECOMPUTE",
+    "Cost",
+    "Option",
+    "RegionCosts",
+    "allowed",
+    "find_blocks",
+    "find_option",
+    "in_tiles",
+    "likeness",
+    "measure_regions",
+    "regions_to_plan",
+    "wait",
+]
+logger = logging.getLogger("gradckpt")
 
 #: Of policies: those that keep least first.
 _POLICIES = ("save_attention", "every_other_matmul", "save_matmuls", "save_attention|save_matmuls")
@@ -45,9 +87,13 @@ class Option:
         return parse_options(self.rule, {}, OF_MODULES)
 
     @property
+    def _rule(self) -> Mapping[str, Any]:
+        return {} if self.rule == "skip" else self.rule
+
+    @property
     def place(self) -> Offload | None:
         """Where the payloads live; None: on their device."""
-        return None if isinstance(self.rule, str) else parse_offload(self.rule.get("offload"))
+        return parse_offload(self._rule.get("offload"))
 
     def beside(self, options: Iterable[Option]) -> Option | None:
         """Return the option that does the same without a place, if it is among these."""
@@ -57,23 +103,21 @@ class Option:
     @property
     def recomputes(self) -> bool:
         """False: what autograd saves is kept."""
-        return not isinstance(self.rule, str) and bool(self.rule.get("recompute", True))
+        return self.rule != "skip" and bool(self._rule.get("recompute", True))
 
     @property
     def in_parts(self) -> bool:
         """True if regions are recomputed in parts."""
-        return not isinstance(self.rule, str) and "parts" in self.rule
+        return "parts" in self._rule
 
     @property
     def encodes(self) -> bool:
         """True if payloads are compressed."""
-        return not isinstance(self.rule, str) and self.rule.get("compress") not in (None, False, "raw")
+        return self._rule.get("compress") not in (None, False, "raw")
 
     def without_policy(self) -> str:
         """Return what the option does beside its policy, as text."""
-        if isinstance(self.rule, str):
-            return self.rule
-        return str(sorted((key, value) for key, value in self.rule.items() if key != "policy"))
+        return str(sorted((key, value) for key, value in self._rule.items() if key != "policy"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, of which :func:`find_option` makes the option."""
@@ -185,3 +229,265 @@ def find_option(name: str, rule: Mapping[str, Any] | str) -> Option:
     settings = option.settings()
     config = settings["compress"] if settings is not None else None
     return dataclasses.replace(option, codec=_lossy(config.codec) if config is not None else None)
+
+
+#: Attributes that only number a block.
+_NUMBERS = {"layer_idx", "layer_id", "layer_number", "block_idx", "idx", "index"}
+
+
+def find_blocks(model: Module, modules: Modules = None) -> list[Module]:
+    """Return the modules that ``gradckpt.enable`` would checkpoint, in the model's order.
+
+    Raises:
+        ValueError, TypeError: As :func:`gradckpt.enable`.
+    """
+    with EXACT.active(model, modules):
+        names = set(Handle(model).modules)
+    return [module for name, module in model.named_modules() if name in names]
+
+
+def regions_to_plan(model: Module, modules: Modules = None) -> list[Module]:
+    """Return the same of a model in which nothing is enabled, whatever is enabled now."""
+    put_back = snapshot(model)
+    take_off(model)
+    try:
+        return find_blocks(model, modules)
+    finally:
+        put_back()
+
+
+def likeness(block: Module) -> list[Any]:
+    """Return what two blocks have in common that need the same memory."""
+    return [
+        (
+            name,
+            type(module),
+            module.training,
+            [(key, x if x is None else (x.shape, x.dtype, x.requires_grad)) for key, x in _tensors_of(module)],
+            {
+                key: value
+                for key, value in vars(module).items()
+                if isinstance(value, (bool, int, float, str, type(None))) and key not in _NUMBERS
+            },
+        )
+        for name, module in block.named_modules()
+    ]
+
+
+def _tensors_of(module: Module) -> list[tuple[str, Any]]:
+    return [*module._parameters.items(), *module._buffers.items()]
+
+
+#: Options are measured for about so many seconds each, and so often at least and at most.
+_SECONDS, _LEAST, _MOST = 0.2, 3, 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """``seconds``: of forward and backward. ``error``: the relative L2 error of the region's
+    gradients, of its inputs and parameters together.
+    """
+
+    seconds: float
+    error: float
+
+
+class RegionCosts:
+    """The costs of regions, by the id of the region and the option."""
+
+    def __init__(self, costs: Mapping[tuple[int, Option], Cost] | None = None) -> None:
+        self._costs = dict(costs or {})
+
+    def of(self, block: Module, option: Option) -> Cost | None:
+        """Return the cost of a call of a block in an option, None if it is unknown."""
+        return self._costs.get((id(block), option))
+
+    def add(self, block: Module, costs: Mapping[Option, Cost]) -> None:
+        for option, cost in costs.items():
+            self._costs.setdefault((id(block), option), cost)
+
+
+@contextlib.contextmanager
+def measure_regions(blocks: Sequence[Module], options: Sequence[Option]) -> Iterator[RegionCosts]:
+    """Measure each distinct block when the step in this ``with`` block calls it first."""
+    costs = RegionCosts()
+    kinds: list[tuple[Any, dict[Option, Cost]]] = []  # regions that are alike share theirs
+    busy = False
+
+    def hook(block: Module, args: Any, kwargs: Any) -> None:
+        nonlocal busy
+        if busy or private.graph_task_id() != -1 or not torch.is_grad_enabled():
+            return
+        kind = [likeness(block), _shapes((args, kwargs))]
+        found = next((costs for each, costs in kinds if each == kind), None)
+        if found is not None:
+            costs.add(block, found)
+            return
+        busy = True
+        try:
+            with uncounted(), activity.unobserved():
+                trial = functools.partial(_measure, block, options, args, kwargs)
+                found = apart(trial, lambda: TrainingState(block, args, kwargs))
+            kinds.append((kind, found))
+            costs.add(block, found)
+            logger.info("gradckpt: measured %s in %d options", type(block).__name__, len(options))
+        finally:
+            busy = False
+
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield costs
+
+
+def _shapes(tree: Any) -> list[Any]:
+    leaves = private.tree_leaves(tree)
+    return [(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in leaves]
+
+
+def _measure(block: Module, options: Sequence[Option], args: Any, kwargs: Any) -> dict[Option, Cost]:
+    """Run a block in all options in turn, several times; the fastest of each counts.
+
+    In turn, so that what else the machine does meets all options alike.
+    """
+    forward = _own_forward(block)
+    ordered = [KEEP, *(each for each in options if each != KEEP)]
+    calls = {option: _caller(block, option, forward) for option in ordered}
+    seconds = dict.fromkeys(ordered, math.inf)
+    errors = dict.fromkeys(ordered, 0.0)
+    exact: list[Tensor | None] = []
+    upstream: list[Tensor] = []
+    began = time.perf_counter()
+    with _rewinding(block) as rewind:
+        for turn in range(1 + _MOST):
+            for option in ordered:
+                rewind()
+                call, inner = calls[option]
+                with _installed(inner):
+                    gradients, elapsed = _timed(block, call, args, kwargs, upstream)
+                if turn:  # the first one warms up
+                    seconds[option] = min(seconds[option], elapsed)
+                elif option == KEEP:
+                    exact = gradients
+                elif option.codec:
+                    errors[option] = _error(exact, gradients)
+            if turn >= _LEAST and time.perf_counter() - began > _SECONDS * len(ordered):
+                break
+    # Each option runs what KEEP runs, and more, and with a place what it does without: less time is
+    # noise.
+    found = {option: max(seconds[option], seconds[KEEP]) for option in ordered}
+    for option in ordered:
+        if (same := option.beside(ordered)) is not None:
+            found[option] = max(found[option], found[same])
+    return {option: Cost(found[option], errors[option]) for option in ordered}
+
+
+def _own_forward(block: Module) -> Callable[..., Any]:
+    region = region_of(block)
+    if region is not None:
+        return region.own or type(block).forward.__get__(block)  # type: ignore[no-any-return]
+    return vars(block).get("forward") or type(block).forward.__get__(block)  # type: ignore[no-any-return]
+
+
+def _caller(block: Module, option: Option, forward: Callable[..., Any]) -> tuple[Callable[..., Any], list[Inner]]:
+    """Return the block in an option, and what has to be installed in it while it runs so."""
+    settings = option.settings()
+    if settings is None:
+        return forward, []
+    place = settings.pop("offload", None)
+    region = Region(block, settings, RankCheck("", {}), place)
+    inner = working_sets(Tree(block), {block: settings})
+    return lambda *args, **kwargs: region.run(block, forward, args, kwargs), inner
+
+
+@contextlib.contextmanager
+def _installed(inner: Sequence[Inner]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in inner:
+            each.install()
+            stack.callback(each.remove)
+        yield
+
+
+def _timed(
+    block: Module, call: Callable[..., Any], args: Any, kwargs: Any, upstream: list[Tensor]
+) -> tuple[list[Tensor | None], float]:
+    """Return the gradients of a block's inputs and parameters, and the seconds; the parameters'
+    hooks are not called.
+
+    ``upstream``: the gradients of its outputs, which the first call of all draws.
+    """
+    inputs: list[Tensor] = []
+
+    def fresh(x: Any) -> Any:
+        if is_cache(x):
+            return cache_snapshot(x)
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            return x
+        leaf = x.detach().requires_grad_()
+        inputs.append(leaf)
+        return leaf * 1  # no leaf, as in the step
+
+    args, kwargs = private.tree_map(fresh, (args, kwargs))
+    trained = weights_in(block)
+    device = next((x.device for x in (*inputs, *trained)), torch.device("cpu"))
+    wait(device)
+    began = time.perf_counter()
+    result = call(*args, **kwargs)
+    outputs = [x for x in private.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+    gradients: tuple[Tensor | None, ...] = ()
+    if outputs and (inputs or trained):
+        upstream.extend(_noise_like(x) for x in outputs[len(upstream) :])
+        wanted = (*inputs, *trained)
+        gradients = parameter_hooks.capture(private.run_backward, outputs, tuple(upstream), wanted, trained)
+    wait(device)
+    return list(gradients), time.perf_counter() - began
+
+
+def _noise_like(x: Tensor) -> Tensor:
+    """Return a gradient for an output: the same at each call, and like no constant, which
+    normalizations ignore.
+    """
+    generator = torch.Generator(x.device).manual_seed(0) if x.device.type != "meta" else None
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+
+
+def wait(device: torch.device) -> None:
+    """Let a device finish what it was given."""
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device.type).synchronize(device)
+
+
+def _error(exact: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
+    """Return the relative L2 error over all gradients."""
+    wrong = whole = 0.0
+    for e, f in zip(exact, found, strict=True):
+        if e is not None and f is not None:
+            wrong += float((f.float() - e.float()).square().sum())
+            whole += float(e.float().square().sum())
+    return (wrong / whole) ** 0.5 if whole else 0.0
+
+
+@contextlib.contextmanager
+def _rewinding(block: Module) -> Iterator[Callable[[], None]]:
+    """Yield a function that restores generators and the block's buffers; call it at the end."""
+    rewind_host = host_random()
+    devices = {p.device for p in block.parameters() if p.device.type not in ("cpu", "meta")}
+    states = [(device, torch.get_device_module(device.type).get_rng_state(device)) for device in devices]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+    tables = [(module._buffers, dict(module._buffers)) for module in block.modules()]
+
+    def rewind() -> None:
+        rewind_host()
+        for device, state in states:
+            torch.get_device_module(device.type).set_rng_state(state, device)
+        for table, old in tables:  # a forward may assign them
+            table.update(old)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.data.copy_(value)
+
+    try:
+        yield rewind
+    finally:
+        rewind()

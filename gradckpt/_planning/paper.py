@@ -7,6 +7,8 @@ of the shapes that its meta kernel returns, and records when each storage is all
 
 Small tensors whose operands all have values (token ids, masks, positions) are computed, so that a
 model may ask them questions.
+
+Numbers among the operands of operators, which kernels make tensors of.
 """
 
 from __future__ import annotations
@@ -22,17 +24,23 @@ import torch
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.region_callbacks import tracing_mode_active
-from gradckpt._planning.accumulation import accumulates_in_place, uses_of_one
-from gradckpt._planning.cpu_scratch import gloo_bytes, scratch_of
-from gradckpt._planning.cuda_scratch import cuda_scratch_of
-from gradckpt._planning.meta_results import map_tensors, meta_results, tensors_in
-from gradckpt._planning.operator_parts import Again, composite_key, has_rules
-from gradckpt._planning.paper_addresses import bounds, shared_space, take
-from gradckpt._planning.values import RECURRENT, RESIZED, NotOnPaper
-from gradckpt._planning.wrapped_numbers import KEEP_FACTORS, WRAP, in_exact_region, wrapped_numbers
+from gradckpt._planning.kernels import cuda_scratch_of, gloo_bytes, scratch_of
+from gradckpt._planning.paper_tensors import (
+    Again,
+    NotOnPaper,
+    accumulates_in_place,
+    bounds,
+    composite_key,
+    has_rules,
+    map_tensors,
+    meta_results,
+    shared_space,
+    take,
+    tensors_in,
+    uses_of_one,
+)
 
-__all__ = ["Event", "PaperMode"]
-
+__all__ = ["KEEP_FACTORS", "WRAP", "Event", "PaperMode", "in_exact_region", "wrapped_numbers"]
 aten = torch.ops.aten
 _Storage: Any = torch.UntypedStorage
 
@@ -163,7 +171,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         if key not in self._live:
             return private.StorageBase.resize_(storage, size)
         if size not in (0, whole):
-            raise NotOnPaper(RESIZED)
+            raise NotOnPaper("a storage gets another size")
         if (key in self._emptied) != (size == 0):
             self.events.append(Event(size or -whole, self._live[key][0]))
             (self._emptied.discard if size else self._emptied.add)(key)
@@ -253,7 +261,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             self._count_work(func, args, kwargs, args[0])
             return args[0]
         if func is aten.mkldnn_rnn_layer.default and self.device_is_cpu:
-            raise NotOnPaper(f"{func.name()}: {RECURRENT}")
+            raise NotOnPaper(f"{func.name()}: the size of what it keeps is unknown")
         kwargs = _on_cpu(kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _given(func, args, kwargs, "dropout_p") != 0:
             torch.rand(())  # so that each region has a state of its own to keep
@@ -274,9 +282,6 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         work = private.boxed_work(private.FakeWork())
         count = len(func._schema.returns)
         return (args[0], work) if count == 2 else work if count else None
-
-    def _contiguous(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self.empty(shape, torch.empty(shape, device="meta").stride(), dtype)
 
     def _choose(self, outputs: Any, choices: int) -> Any:
         """Give indices values: 0, 1, ... in turn; or the same ones in all rows, except that each of
@@ -365,7 +370,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             self.data_dependent = True
             return self._followed(func(*args, **kwargs))
         if func is aten._grouped_mm.default:  # the meta kernel takes bfloat16 alone
-            return self._contiguous(_grouped_shape(*args, **kwargs), args[0].dtype)
+            return self._like_meta(torch.empty(_grouped_shape(*args, **kwargs), dtype=args[0].dtype, device="meta"))
         reason = "its result depends on values"
         if not isinstance(error, NotImplementedError):
             reason = str(error).partition("\n")[0] or type(error).__name__
@@ -442,3 +447,35 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def _is_small(x: torch.Tensor) -> bool:
     return x.numel() * x.element_size() <= _SMALL[x.is_floating_point() or x.is_complex()]
+
+
+#: Autograd keeps their second operand for the backward of the first.
+KEEP_FACTORS = {aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor}
+
+#: Their kernels make a tensor of the number, as for a wrapped one.
+WRAP = {getattr(aten, name).Scalar for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "rsub")}
+
+
+@functools.cache
+def _tensor_places(func: Any) -> frozenset[int]:
+    return frozenset(i for i, a in enumerate(func._schema.arguments) if str(a.type) == "Tensor")
+
+
+def in_exact_region() -> bool:
+    """Return whether an exact region without a policy runs its forward, which keeps no number."""
+    hooks = private.top_hooks(False)
+    if hooks is None or type(hooks[0]).__name__ != "Frame":
+        return False
+    return not private.is_included(_C.selective_key())
+
+
+def wrapped_numbers(func: Any, args: Any) -> dict[int, torch.Tensor]:
+    """Return tensors for the numbers that a mode gets for wrapped ones, by their places."""
+    if not any(isinstance(x, (bool, int, float)) for x in args):
+        return {}
+    places = _tensor_places(func)
+    return {
+        i: torch.scalar_tensor(x, dtype=torch.tensor(x).dtype)
+        for i, x in enumerate(args)
+        if isinstance(x, (bool, int, float)) and i in places
+    }

@@ -1,32 +1,48 @@
-"""Will a training step fit, and what fits a budget? :func:`plan`."""
+"""Will a training step fit, and what fits a budget? :func:`plan`; one answer for all data-parallel
+ranks: :func:`agreed`.
+
+Each rank leaves what it needs and what it may use in the store of the default process group. The
+rank whose step needs most plans for the smallest limit; the others take its plan. Ranks that train
+other models (stages of a pipeline) plan by themselves.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import logging
 import os
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
+import torch.distributed as dist
 from torch.nn import Module
 
+from gradckpt._engine import torch_private as private
 from gradckpt._models.rules import check_tiles
 from gradckpt._models.switch import UNSET, Modules, Unset, check_model
 from gradckpt._offload import OffloadLike, parse_offload
-from gradckpt._planning.agreement import agreed
-from gradckpt._planning.budget import device_of, parse_budget, parse_error, refuse_compiled
-from gradckpt._planning.comparison import Comparison, compare, step_of, unwrapped
-from gradckpt._planning.links import parse_link
-from gradckpt._planning.placement import placement_of
+from gradckpt._planning.comparison import compare, step_of, unwrapped
+from gradckpt._planning.device_memory import (
+    Budget,
+    device_of,
+    is_sharded,
+    parameters_before,
+    parse_budget,
+    parse_error,
+    refuse_compiled,
+    refuse_shards,
+    state_of,
+)
+from gradckpt._planning.devices import parse_link, placement_of
+from gradckpt._planning.paper_tensors import NotOnPaper
 from gradckpt._planning.profile import Profile
-from gradckpt._planning.region_plan import Plan, plan_of
-from gradckpt._planning.sharded import is_sharded, reduces, refuse_shards
-from gradckpt._planning.values import NotOnPaper
+from gradckpt._planning.region_plan import NoPlan, Plan, digest_of, plan_of
+from gradckpt._planning.report import Comparison
 from gradckpt._training_step import alone
 
-__all__ = ["plan"]
-
+__all__ = ["agreed", "plan"]
 logger = logging.getLogger("gradckpt")
-
 
 if TYPE_CHECKING:  # typing keeps overloads that it meets at run time
 
@@ -150,8 +166,7 @@ def plan(
     if place is None and link is not None:
         raise ValueError('gradckpt: link= needs offload=; pass a place, as in offload="cpu"')
     given_link = None if link is None else parse_link(link)
-    run = step_of(model, batch)
-    given = None if callable(batch) and not isinstance(batch, torch.Tensor) else batch
+    run, given = step_of(model, batch)
     earlier = None if profile is None else plan_of(profile, "profile")
     if is_sharded(model):
         _check_sharded(model, allowed_error)
@@ -189,8 +204,65 @@ def plan(
 def _check_sharded(model: Module, error: float | None) -> None:
     if error is not None:
         raise ValueError("gradckpt: error= cannot be measured on a sharded model; call plan() before FSDP shards it")
-    if not reduces(model):
+    if not state_of(model).reduces():
         raise ValueError(
             "gradckpt: this sharded model does not reduce its gradients now; call set_requires_gradient_sync(True) "
             "before plan(), or leave no_sync()"
         )
+
+
+#: All ranks make plans in the same order, so that each has a number, also those of two models.
+_rounds = itertools.count(1)
+
+
+def agreed(profile: Profile, budget: Budget) -> Plan:
+    """Return the first plan of a budget; in a process group, the one for all ranks with this model.
+
+    Raises:
+        NoPlan: No plan stays within the budget; the same on all ranks.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return profile.plan(budget)
+    return _among_ranks(profile, budget)
+
+
+def _among_ranks(profile: Profile, budget: Budget) -> Plan:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    digest = digest_of(profile.model, parameters_before(profile.model))
+    store: Any = dist.distributed_c10d.PrefixStore(f"gradckpt/budget/{next(_rounds)}", private.default_store())
+    fixed = 0 if budget.step_only else profile.held
+    note = {"digest": digest, "limit": budget.size - fixed, "need": profile.smallest_peak(), "text": budget.text}
+    store.set(f"{rank}", json.dumps(note))
+    notes = [json.loads(store.get(f"{each}")) for each in range(world)]
+    peers = [each for each in range(world) if notes[each]["digest"] == digest]
+    leader = max(peers, key=lambda each: (notes[each]["need"], -each))
+    if rank != leader:
+        return _taken(store.get(f"plan/{leader}").decode())
+    tightest = min((notes[each] for each in peers), key=lambda each: each["limit"])
+    answer: dict[str, Any] = {
+        "refused": f"gradckpt: the rank that plans for all failed; see the error of rank {leader}"
+    }
+    try:
+        limit = Budget(tightest["limit"] + fixed, budget.step_only, tightest["text"])
+        made = profile.plan(limit)
+        answer = {"plan": made.to_dict()}
+    except NoPlan as error:
+        answer = {"refused": str(error), "smallest": error.smallest_budget, "choice": error.choice}
+        raise
+    except ValueError as error:
+        answer = {"refused": str(error)}
+        raise
+    finally:
+        store.set(f"plan/{leader}", json.dumps(answer))
+    return made
+
+
+def _taken(text: str) -> Plan:
+    """Return the plan that another rank made, or raise its error."""
+    answer = json.loads(text)
+    if "smallest" in answer:
+        raise NoPlan(answer["refused"], answer["smallest"], tuple(answer["choice"]))
+    if "refused" in answer:
+        raise ValueError(answer["refused"])
+    logger.info("gradckpt: the plan %s of another rank is used", hashlib.sha256(text.encode()).hexdigest()[:8])
+    return Plan.from_dict(answer["plan"])

@@ -18,23 +18,35 @@ from gradckpt._engine import torch_private as private
 from gradckpt._engine.places import figures
 from gradckpt._gradient_error import StepErrors
 from gradckpt._models.switch import Modules
-from gradckpt._planning.block_times import RegionCosts, measure_regions, wait
-from gradckpt._planning.blocks import regions_to_plan
-from gradckpt._planning.budget import Budget, device_of, free_memory, other_tensors
-from gradckpt._planning.choose import Choice, Chosen
-from gradckpt._planning.comparison import fixed_bytes, peak_of_run
-from gradckpt._planning.error_search import approach
-from gradckpt._planning.needed_memory import held_blocks
-from gradckpt._planning.no_plan import NoPlan
-from gradckpt._planning.optimizers import optimizer_memory
-from gradckpt._planning.options import KEEP, RECOMPUTE, Option, allowed
-from gradckpt._planning.placement import Placement
-from gradckpt._planning.progress import late_progress
-from gradckpt._planning.region_plan import Plan
-from gradckpt._planning.saved_profile import KnownPlan, Measured, SavedCosts, SavedProfile, inputs_noted, parameters_of
-from gradckpt._planning.sharded import gathered_bytes, missing_gradient_bytes, real_steps, refuse_shards
+from gradckpt._planning.chain import Choice, Chosen, approach
+from gradckpt._planning.comparison import peak_of_run
+from gradckpt._planning.device_memory import (
+    Budget,
+    device_of,
+    fixed_bytes,
+    free_memory,
+    gathered_bytes,
+    missing_gradient_bytes,
+    other_tensors,
+    real_steps,
+    refuse_shards,
+)
+from gradckpt._planning.devices import Placement
+from gradckpt._planning.options import (
+    KEEP,
+    RECOMPUTE,
+    Option,
+    RegionCosts,
+    allowed,
+    measure_regions,
+    regions_to_plan,
+    wait,
+)
+from gradckpt._planning.plan_files import KnownPlan, Measured, SavedProfile, inputs_noted, parameters_of
+from gradckpt._planning.region_plan import NoPlan, Plan
+from gradckpt._planning.segments import StepTrace, condensed, held_blocks
 from gradckpt._planning.step_profile import StepProfile
-from gradckpt._planning.step_trace import StateBeforePaper, StepTrace, condensed, trace_step
+from gradckpt._planning.step_trace import StateBeforePaper, late_progress, optimizer_memory, trace_step
 from gradckpt._settings import quiet
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
@@ -55,7 +67,6 @@ _RUNS = 3
 
 #: If there are more kinds of regions, what their errors weigh is measured of all together.
 _KINDS = 4
-
 Run = Callable[[Any], object]
 
 
@@ -327,7 +338,10 @@ class Profile(StepProfile):
             return False
         self._ran.add(choice)
         known = self._peaks[choice]
-        if reason := self._refuses_run(known):
+        reason = "a profiler is active" if private.profiler_entered() else None
+        if known > free_memory(self.device):
+            reason = reason or "it needs more memory than is free here"
+        if reason is not None:
             self._may_run = False
             self.notes.append(f"No real step has tried the plan, since {reason}.")
             return False
@@ -348,12 +362,6 @@ class Profile(StepProfile):
             self._peaks = {each: size + (0 if each in self._ran else more) for each, size in self._peaks.items()}
         self._peaks[choice] = max(peak, traced) + self.lift(trace)
         return self._peaks[choice] != known
-
-    def _refuses_run(self, size: int) -> str | None:
-        """Return why no step that adds so many bytes can be tried now."""
-        if private.profiler_entered():
-            return "a profiler is active"
-        return "it needs more memory than is free here" if size > free_memory(self.device) else None
 
     def _find(self, error: float | None, measure: Callable[[Sequence[Option]], float], budget: Budget) -> list[Chosen]:
         """Look for the smallest and the fastest choice within the budgets, which then are known."""
@@ -378,7 +386,10 @@ class Profile(StepProfile):
         if error is None:
             fastest(None)
         else:
-            for pick, steps in ((smallest, _FOR_SMALLEST), (fastest, _FOR_FASTEST)):
+            for pick, steps in (
+                (lambda e: self._note(self.smallest(other, e)), _FOR_SMALLEST),
+                (fastest, _FOR_FASTEST),
+            ):
                 approach(error, pick, self.expected, self._errors, lambda each: measure(self.of_choice(each)), steps)
         return found
 
@@ -428,16 +439,19 @@ class Profile(StepProfile):
 
     def _saved(self) -> SavedProfile:
         """Return what is known, for the file of a plan."""
-        return SavedProfile.of_regions(
+        regions = [self._measured(block) for block in range(len(self.blocks))]
+        distinct = list(dict.fromkeys(regions))
+        return SavedProfile(
             self.step_seconds,
             self.traces[KEEP].peak().size,
             self._excess,
-            self.options,
-            [self._measured(block) for block in range(len(self.blocks))],
-            [
+            tuple(self.options),
+            tuple(distinct),
+            tuple(map(distinct.index, regions)),
+            tuple(
                 KnownPlan(tuple(map(self.options.index, self.of_choice(each))), peak, self._errors.get(each))
                 for each, peak in self._peaks.items()
-            ],
+            ),
         )
 
     def _likeness(self, block: Module) -> str:
@@ -458,7 +472,7 @@ class Profile(StepProfile):
         plan.rules_for(self.model)
         names, own = [region.name for region in plan.regions], [self._names[id(block)] for block in self.blocks]
         saved.check(names, own, self.options, [self._likeness(block) for block in self.blocks])
-        self.costs = SavedCosts(self.blocks, saved)
+        self.costs = saved.costs_of(self.blocks)
         self.step_seconds = saved.step_seconds
         weights = [saved.of(i).weight for i in range(len(self.blocks))]
         self._is_weighed = None not in weights

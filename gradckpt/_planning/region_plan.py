@@ -1,4 +1,6 @@
-"""What is done with each region of a model, to stay within a budget: :class:`Plan`."""
+"""What is done with each region of a model, to stay within a budget: :class:`Plan`; and that no
+plan does: :class:`NoPlan`.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,43 @@ from typing import Any
 
 from torch.nn import Module
 
+from gradckpt._apart import shown_as_base
 from gradckpt._models.switch import BUDGET, Handle, NothingToDo, disable, enable
-from gradckpt._planning.hints import IN_PYTHON, Hints, advice, is_smallest, with_a_smaller_budget
-from gradckpt._planning.links import Link
+from gradckpt._planning.chain import Choice
+from gradckpt._planning.device_memory import Budget, class_of, named_modules, parameters_before
+from gradckpt._planning.devices import Link
 from gradckpt._planning.options import KEEP, Option
-from gradckpt._planning.plan_reader import SIGNED, UNBOUNDED, damaged, read_record
-from gradckpt._planning.saved_profile import SavedProfile
-from gradckpt._planning.sharded import class_of, named_modules, parameters_before
-from gradckpt._planning.step_trace import Peak
+from gradckpt._planning.plan_files import SavedProfile, damaged, read_record
+from gradckpt._planning.report import IN_PYTHON, Hints, advice, aligned, is_smallest, with_a_smaller_budget
+from gradckpt._planning.segments import SIGNED, UNBOUNDED, Peak
 from gradckpt._stats import format_bytes
 
-__all__ = ["Offloaded", "Plan", "PlannedRegion", "digest_of", "outside_of", "plan_of"]
-
+__all__ = ["NoPlan", "Offloaded", "Plan", "PlannedRegion", "digest_of", "outside_of", "plan_of"]
 logger = logging.getLogger("gradckpt")
+
+
+@shown_as_base
+class NoPlan(ValueError):
+    """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least, what
+    the step adds if the budget was of activations; and ``choice``, that one.
+    """
+
+    def __init__(self, message: str, smallest_budget: int, choice: Choice) -> None:
+        super().__init__(message)
+        self.smallest_budget = smallest_budget
+        self.choice = choice
+
+    @classmethod
+    def within(cls, budget: Budget, smallest: int, choice: Choice, hint: str) -> NoPlan:
+        """Return the error of a budget; ``smallest``: bytes; ``hint``: a sentence."""
+        of = " of activations" if budget.step_only else ""
+        return cls(
+            f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
+            f"({smallest} bytes){of}. {hint}",
+            smallest,
+            choice,
+        )
+
 
 #: Of plan files.
 _VERSION = 1
@@ -257,9 +283,10 @@ class Plan:
         slower = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
         times = "by estimate" if self.estimated else "as measured"
         comma = "" if self.needed is None else ","
+        certificate = "no plan is faster" if self.gap < 5e-5 else f"within {self.gap:.2%} of the best possible"
         said = [
             f"Peak {self._peak()}{comma} of {limit}; without checkpointing {format_bytes(self.plain)}.",
-            f"The step takes {slower:.1%} more time than without, {times}; {self._certificate()}.",
+            f"The step takes {slower:.1%} more time than without, {times}; {certificate}.",
         ]
         if self.error is not None:
             allowed = f" of {self.error_budget:.2%}" if self.error_budget is not None else ""
@@ -280,9 +307,6 @@ class Plan:
         if self.at_most is not None:
             said += f" (at most {format_bytes(self.at_most)}, if tokens choose the same experts)"
         return said if self.needed is None else f"{said} allocated, {format_bytes(self.needed)} needed"
-
-    def _certificate(self) -> str:
-        return "no plan is faster" if self.gap < 5e-5 else f"within {self.gap:.2%} of the best possible"
 
     def __str__(self) -> str:
         lines = [self.verdict, "", *_table(self.regions), ""]
@@ -371,12 +395,7 @@ def _table(regions: Sequence[PlannedRegion]) -> list[str]:
         )
     if not any(row[4] for row in rows[1:]):
         rows = [row[:4] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def just(i: int, cell: str) -> str:
-        return cell.ljust(widths[i]) if i < 2 else cell.rjust(widths[i])
-
-    return ["  ".join(just(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]
+    return aligned(list(zip(*rows, strict=True)), (2, 3, 4))
 
 
 def _rest(first: str, last: str) -> str:

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import dataclasses
+import functools
 import itertools
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch.nn import Module
 
-from gradckpt._planning.block_times import Cost
-from gradckpt._planning.budget import Budget
-from gradckpt._planning.chain import Chain
-from gradckpt._planning.choose import Choice, Chosen, Costs, Infeasible, choose, smallest
-from gradckpt._planning.front import PRICES, front_of
-from gradckpt._planning.hints import IN_PYTHON, LESS, TILES, Hints, advice, is_smallest, with_tiles
-from gradckpt._planning.needed_memory import memory_use
-from gradckpt._planning.no_plan import NoPlan
-from gradckpt._planning.options import KEEP, RECOMPUTE, Option, in_tiles
-from gradckpt._planning.placement import Call, Placement, placed_by_block
-from gradckpt._planning.region_plan import Offloaded, Plan, PlannedRegion, digest_of, outside_of
-from gradckpt._planning.sharded import class_of, named_modules, parameters_before
-from gradckpt._planning.step_trace import Peak, StepTrace, total
-from gradckpt._planning.step_traces import StepTraces
+from gradckpt._planning.chain import Chain, Choice, Chosen, Costs, Infeasible
+from gradckpt._planning.choose import PRICES, Chooser, front_of, improved
+from gradckpt._planning.device_memory import Budget, class_of, named_modules, parameters_before
+from gradckpt._planning.devices import Call, Placement, placed_by_block
+from gradckpt._planning.options import KEEP, RECOMPUTE, Cost, Option, RegionCosts, in_tiles
+from gradckpt._planning.region_plan import NoPlan, Offloaded, Plan, PlannedRegion, digest_of, outside_of
+from gradckpt._planning.report import IN_PYTHON, LESS, TILES, Hints, advice, is_smallest, with_tiles
+from gradckpt._planning.segments import Peak, StepTrace, memory_use, total
+from gradckpt._planning.step_trace import StateBeforePaper, side_by_side_on_paper
 from gradckpt._settings import Setting
 
 __all__ = ["StepProfile"]
+logger = logging.getLogger("gradckpt")
+
+#: An option for each block, and whether nearly all tokens choose the same experts.
+_Key = tuple[tuple[Option, ...], bool]
 
 #: More bytes than any budget has.
 _NEVER = 1 << 59
@@ -34,22 +37,14 @@ _NEVER = 1 << 59
 #: Seconds of a region that should place nothing.
 _DEAR = 1e4
 
-#: Of a plan: changes that are tried on paper, if their peaks are about within the limit by the
-#: chain; of two blocks at a time, if there are not more of one; and new traces of all plans.
-_TRIES, _NEAR, _FEW, _TRACES = 6, 1.015, 64, 16
+#: New traces of plans that use a place, of all of them.
+_TRACES = 16
 
 #: Parts for which waiting does not count, of a step's time, and codecs do not, of offloaded bytes.
 _HIDDEN, _FEW_BYTES = 0.005, 0.1
 
 
-class CostSource(Protocol):
-    """Measured or estimated costs of regions."""
-
-    def of(self, block: Module, option: Option) -> Cost | None:
-        """Return the cost of a call of a block in an option, None if it is unknown."""
-
-
-class StepProfile(StepTraces):
+class StepProfile(abc.ABC):
     """The memory of a step on paper in each option, and the times of its regions.
 
     ``traces``: by option, with all regions in it; ``largest``: the same if nearly all tokens choose
@@ -75,11 +70,12 @@ class StepProfile(StepTraces):
         options: Sequence[Option],
         placement: Placement | None = None,
     ) -> None:
-        super().__init__(blocks, placement)
         self.model = model
-        self.options = list(options)
+        self.blocks = list(blocks)
+        self.placement = placement
+        self._traced: dict[_Key, StepTrace] = {}
         self._names = {id(module): name for name, module in named_modules(model).items()}
-        self.options = self._trace_each(self.options)
+        self.options = self._trace_each(options)
         self.traces = {option: self.trace([option] * len(self.blocks)) for option in self.options}
         self.options = self._distinct()
         self.traces = {option: self.traces[option] for option in self.options}
@@ -92,7 +88,7 @@ class StepProfile(StepTraces):
         self.places = {o: placed_by_block(trace.segments) for o, trace in self.traces.items() if trace.placed}
         self._waits: dict[Choice, float] = {}  # seconds
         self.seen: set[Choice] = set()  # choices that were traced
-        self.costs: CostSource | None = None
+        self.costs: RegionCosts | None = None
         self.step_seconds = 0.0
         self.weights = [1.0] * len(self.blocks)
 
@@ -109,6 +105,56 @@ class StepProfile(StepTraces):
         return list(found.values())
 
     # ---- on paper
+
+    #: Returns what restores this process after a trace in it; None: there is nothing to restore.
+    _keep: Callable[[], StateBeforePaper] | None = None
+
+    @abc.abstractmethod
+    def _trace(self, options: Sequence[Option], concentrated: bool) -> Any:
+        """Run the step on paper; return what :meth:`_learn` takes."""
+
+    @abc.abstractmethod
+    def _progressing(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        """Return a context that gives what tells of the work in it."""
+
+    def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
+        """Return the step on paper with an option for each block; it runs once. No segment stands
+        for others. ``concentrated``: as for :func:`gradckpt._planning.step_trace.trace_step`.
+        """
+        key = tuple(options), concentrated
+        if key not in self._traced:
+            self._run([key])
+        return self._traced[key]
+
+    def _trace_each(self, options: Sequence[Option], *, concentrated: bool = False) -> list[Option]:
+        """Trace the steps in which all blocks have one of these options. Return those that work:
+        not every module can be recomputed in parts.
+        """
+        keys = [((option,) * len(self.blocks), concentrated) for option in options]
+        with self._progressing() as progress:
+            names = [f"option {i} of {len(options)}: {option.name}" for i, option in enumerate(options, 1)]
+            self._run(keys, lambda number: progress(names[number]))
+        return [option for option, key in zip(options, keys, strict=True) if key in self._traced]
+
+    def _run(self, keys: Sequence[_Key], tell: Callable[[int], None] = lambda number: None) -> None:
+        trials = [functools.partial(self._try, *key) for key in keys]
+        for key, found in zip(keys, side_by_side_on_paper(trials, self._keep, tell), strict=True):
+            if found is not None:
+                self._learn(key, found)
+
+    def _try(self, options: Sequence[Option], concentrated: bool) -> Any:
+        """Return a trace; None where it fails with parts, which no user has asked for."""
+        try:
+            return self._trace(options, concentrated)
+        except Exception as error:
+            if len(set(options)) > 1 or not options[0].in_parts:
+                raise
+            logger.debug("gradckpt: the option %s does not work (%s); it is left out", options[0].name, error)
+            return None
+
+    def _learn(self, key: _Key, found: Any) -> None:
+        """Keep a trace, which has what a place takes."""
+        self._traced[key] = found if self.placement is None else self.placement.note(found, key[0])
 
     def largest_of(self, options: Sequence[Option]) -> StepTrace:
         """Return the step that needs most, whatever experts tokens choose."""
@@ -256,24 +302,19 @@ class StepProfile(StepTraces):
         What a place takes is the same for most choices that use it, so it is taken off the limit
         beforehand: regions that recompute have one ring, others another.
         """
+        if not self.places:
+            return self._chosen(chain, limit, squares, (), 0.0)
         found: list[Chosen] = []
-        none: list[Infeasible] = []
         for kinds in self.kinds():
             rooms = dict.fromkeys(self._rooms(kinds))
             for room, price in itertools.product(rooms, PRICES if kinds else (0.0,)):
                 if price and (room != max(rooms) or not found or not self.waits(found[-1].choice)):
                     continue  # nothing waits where a place costs nothing
-                try:
+                with contextlib.suppress(Infeasible):
                     found.append(self._chosen(chain, limit - room, squares, kinds, price))
-                except Infeasible as error:
-                    none.append(error)
-        if not self.places:
-            if not found:
-                raise none[0]
-            return found[0]
         most = len(self.seen) + _TRACES
         for each in sorted(found, key=lambda each: (self.seconds(each.choice), each.choice)):
-            better = self._improved(each.choice, chain, limit, squares, most)
+            better = improved(self, each.choice, chain, limit, squares, most)
             found.append(dataclasses.replace(each, choice=better, trace=self.trace_of(better)))
         smallest = self._least(chain, squares, [each.choice for each in found])
         within = [each.choice for each in found if self.size_of(each.trace) <= limit]
@@ -295,9 +336,9 @@ class StepProfile(StepTraces):
 
     def _chosen(self, chain: Chain, limit: int, squares: float | None, kinds: Sequence[bool], price: float) -> Chosen:
         """Return the fastest choice by these costs; what a place takes is not in the limit."""
-        costs = self.call_costs(squares is not None, price, kinds)
-        known = [*self.largest.values()]
-        found = choose(chain, costs, limit, squares, self.trace_of, known, lambda trace: self.lift(trace) - trace.ring)
+        costs, known = self.call_costs(squares is not None, price, kinds), [*self.largest.values()]
+        chooser = Chooser(chain, costs, squares, self.trace_of, known, lambda trace: self.lift(trace) - trace.ring)
+        found = chooser.choose(limit)
         return dataclasses.replace(found, bound=found.bound if not price else math.inf)
 
     def kinds(self) -> list[tuple[bool, ...]]:
@@ -316,53 +357,11 @@ class StepProfile(StepTraces):
             least += min(self.placement.room(min(sizes), min(sizes), kind), max(trace.ring for trace in traces))
         return most, least
 
-    def _improved(self, choice: Choice, chain: Chain, limit: int, squares: float | None, most: int) -> Choice:
-        """Change options of one block, or of two of few, while the step becomes faster, waits
-        included, and its trace stays within the limit; ``most``: choices that may have been traced.
-        """
-
-        def within(each: Choice) -> bool:
-            trace = self.trace_of(each)
-            chain.correct(each, chain.levels_of(trace.segments, self.lift(trace)))
-            return self.size_of(trace) <= limit
-
-        if not within(choice):
-            return choice
-        for _ in self.calls:
-            for other in self._faster(choice, chain, limit, squares)[:_TRIES]:
-                if (other in self.seen or len(self.seen) < most) and within(other):
-                    choice = other
-                    break
-                within(choice)  # correct around it again
-            else:
-                break
-        return choice
-
-    def _faster(self, choice: Choice, chain: Chain, limit: int, squares: float | None) -> list[Choice]:
-        """Return choices that differ in one block, or in two of few, and are faster, by their
-        times; their peaks are about within the limit by the chain.
-        """
-        changes = [(block, o) for block in dict.fromkeys(self.calls) for o in range(len(self.options))]
-        sets: list[tuple[tuple[int, int], ...]] = [(change,) for change in changes]
-        if len(changes) <= _FEW:
-            sets += itertools.combinations(changes, 2)
-        now, found = self.seconds(choice), []
-        for each in sets:
-            of = dict(each)
-            other = tuple(of.get(block, option) for block, option in zip(self.calls, choice, strict=True))
-            if other == choice or max(level.size for level in chain.levels(other)) > limit * _NEAR:
-                continue
-            if squares is not None and self.expected(other) ** 2 > squares:
-                continue
-            if (seconds := self.seconds(other)) < now:
-                found.append((seconds, other))
-        return [other for _, other in sorted(set(found))]
-
     def smallest(self, chain: Chain, error: float | None = None) -> Choice:
         """Return the choice that needs the least bytes; otherwise as :meth:`fastest`."""
         squares = None if error is None else error**2
         costs, known = self.call_costs(squares is not None), [*self.largest.values()]
-        return smallest(chain, costs, squares, self.trace_of, known, self.lift)[1]
+        return Chooser(chain, costs, squares, self.trace_of, known, self.lift).smallest()[1]
 
     def no_plan(
         self, budget: Budget, fixed: Mapping[str, int], choice: Choice, trace: StepTrace, needed: int | None = None

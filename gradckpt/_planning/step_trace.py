@@ -1,105 +1,64 @@
-"""The memory of one training step on paper: :func:`trace_step`.
+"""Steps on paper: of a model, :func:`trace_step`, and of its optimizer, :func:`optimizer_memory`.
 
 A trace is a list of segments: the forward and the backward of each block, and what lies between.
 Each has the allocations and releases that happen in it, so the same segment may be counted as often
-as the model repeats its block (blocks.py).
+as the model repeats its block (config_profile.py).
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
 import itertools
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from gradckpt import _C
 from gradckpt._allocations import on_no_memory
-from gradckpt._apart import apart, side_by_side
+from gradckpt._apart import side_by_side
 from gradckpt._engine import torch_private as private
 from gradckpt._holders import holder_of
 from gradckpt._host_random import host_random
+from gradckpt._planning.device_memory import local, state_of, trained_parts
+from gradckpt._planning.kernels import cuda_kernels
 from gradckpt._planning.paper import Event, PaperMode, Work
-from gradckpt._planning.paper_addresses import tensors_on_paper
-from gradckpt._planning.plan_reader import SIGNED
-from gradckpt._planning.reads import refuse_reads
-from gradckpt._planning.sharded import local, state_of
-from gradckpt._planning.target_kernels import cuda_kernels
-from gradckpt._planning.values import CAPTURED, ELSEWHERE, NotOnPaper
+from gradckpt._planning.paper_tensors import NotOnPaper, refuse_reads, tensors_on_paper
+from gradckpt._planning.segments import GRADIENTS, KEPT, LOSS, WORKING, Segment, StepTrace, resized
 from gradckpt._stats import uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import StepWrites, higher_order_in
 
 __all__ = [
-    "Peak",
-    "Segment",
+    "OptimizerMemory",
     "StateBeforePaper",
-    "StepTrace",
-    "apart_on_paper",
-    "condensed",
+    "late_progress",
     "on_paper",
-    "scaled",
+    "optimizer_memory",
     "side_by_side_on_paper",
-    "total",
+    "state_bytes",
+    "torch_optimizer",
     "trace_step",
 ]
 
 T = TypeVar("T")
-
-#: What an allocation is for; the first two by when it was made.
-KEPT, LOSS, GRADIENTS, WORKING = range(4)
-KINDS = ("kept for the backward", "logits and loss", "gradients", "working set")
-
 _seeds = itertools.count(0x6763_6B70)  # of which no seed of a user begins
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Peak:
-    """``size`` bytes above the start of the step, at ``position``; ``parts``: bytes by kind."""
-
-    size: int
-    position: str
-    parts: dict[str, int] = dataclasses.field(metadata=SIGNED)
-
-
-@dataclasses.dataclass(slots=True)
-class Segment:
-    """A stretch of the step: ``phase`` of ``block``. ``events``: (bytes, kind). ``payload_bytes``:
-    codecs read and write them for what they encode here. ``placed_bytes``: of payloads that get a
-    place here, and ``largest`` of one. ``changes``: on a device the allocations and releases
-    themselves, as :func:`gradckpt._planning.needed_memory.pairs` reads them.
-    """
-
-    phase: str
-    block: int | None
-    events: list[tuple[int, int]]
-    work: list[Work]
-    payload_bytes: int = 0
-    placed_bytes: int = 0
-    largest: int = 0
-    changes: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"))
-
-    @property
-    def name(self) -> str:
-        return self.phase if self.block is None else f"{self.phase} of layer {self.block}"
-
-
-def apart_on_paper(trial: Callable[[], T], keep: Callable[[], StateBeforePaper]) -> T:
-    """Return the result of a trial that runs steps on paper, as :func:`apart`."""
-    _load()
-    return apart(trial, keep)
 
 
 def side_by_side_on_paper(
     trials: Sequence[Callable[[], T]],
     keep: Callable[[], StateBeforePaper] | None,
-    progress: Callable[[int], None],
+    progress: Callable[[int], None] = lambda number: None,
 ) -> list[T]:
     """Return the results of trials that run steps on paper, as :func:`side_by_side`."""
     _load()
@@ -110,47 +69,6 @@ def side_by_side_on_paper(
 def _load() -> None:
     """Import what a step on paper imports, or each child would."""
     trace_step(torch.nn.Identity(), lambda x: (x @ x).mean().backward(), torch.ones(1, 1, requires_grad=True))
-
-
-def scaled(segments: Sequence[Segment], gradients: float) -> list[Segment]:
-    """Return the segments with gradients of other sizes: ``gradients`` of their bytes stay."""
-    if gradients == 1:
-        return list(segments)
-    return [_resized(each, lambda size, kind: size * gradients if kind == GRADIENTS else size) for each in segments]
-
-
-def _resized(segment: Segment, size_of: Callable[[int, int], float]) -> Segment:
-    """Return a segment, which is not condensed, with other bytes for each size and kind."""
-    events = [(round(size_of(size, kind)), kind) for size, kind in segment.events]
-    changes = segment.changes[:]
-    changes[::2] = array.array("q", [size for size, _ in events] if changes else [])
-    return dataclasses.replace(segment, events=events, changes=changes)
-
-
-def condensed(trace: StepTrace) -> StepTrace:
-    """Return a trace with the same peaks, a few events and the sum of the work in each segment."""
-    segments = [
-        dataclasses.replace(each, events=_condensed(each.events), work=[total(each.work)]) for each in trace.segments
-    ]
-    return StepTrace(segments, trace.data_dependent)
-
-
-def total(work: Sequence[Work]) -> Work:
-    """Return the sum of what operators compute and move."""
-    return Work(sum(each.flop for each in work), sum(each.bytes for each in work))
-
-
-def _condensed(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the sums of all events up to the highest point by kind, and of those after it."""
-    sizes = list(itertools.accumulate(size for size, _ in events))
-    end = sizes.index(max(sizes)) + 1 if max(sizes, default=0) > 0 else 0
-    found = []
-    for part in (events[:end], events[end:]):
-        sums = dict.fromkeys(range(len(KINDS)), 0)
-        for size, kind in part:
-            sums[kind] += size
-        found += sorted((size, kind) for kind, size in sums.items() if size)  # releases first
-    return found
 
 
 class StateBeforePaper(TrainingState):
@@ -178,64 +96,6 @@ class StateBeforePaper(TrainingState):
                 )
 
 
-class _Up:
-    """How far a segment rises above its start, and its net, by kind."""
-
-    def __init__(self, segment: Segment, scale: Sequence[float]) -> None:
-        self.segment = segment
-        self.net = [0.0] * len(KINDS)
-        self.top = [0.0] * len(KINDS)
-        total = highest = 0.0
-        for size, kind in segment.events:
-            self.net[kind] += size * scale[kind]
-            total += size * scale[kind]
-            if total > highest:
-                highest, self.top = total, list(self.net)
-
-    def peak(self, before: Sequence[float]) -> Peak:
-        """Return its peak above what was alive before; what it adds, except gradients, is its
-        working set.
-        """
-        parts = dict(zip(KINDS, map(round, before), strict=True))
-        for kind, size in zip(KINDS, self.top, strict=True):
-            parts[kind if kind == KINDS[GRADIENTS] else KINDS[WORKING]] += round(size)
-        return Peak(round(sum(before) + sum(self.top)), self.segment.name, parts)
-
-
-@dataclasses.dataclass(slots=True)
-class StepTrace:
-    """One step. ``data_dependent``: sizes depended on which experts tokens choose. ``operators``:
-    those that ran. ``lift``: what the allocator needs beyond the peak; None: it was not asked yet.
-    ``ring``: bytes that a place takes of what the budget counts, and ``placed`` those of the
-    payloads in it.
-    """
-
-    segments: list[Segment]
-    data_dependent: bool
-    operators: int = 0
-    lift: int | None = None
-    ring: int = 0
-    placed: int = 0
-
-    def peaks(self, gradient_scale: float = 1.0) -> list[Peak]:
-        """Return the peak of each segment, in order.
-
-        ``gradient_scale``: the part of a gradient's bytes that stays on the device.
-        """
-        scale = (1.0, 1.0, gradient_scale, 1.0)
-        alive = [0.0] * len(KINDS)
-        found = []
-        for segment in self.segments:
-            up = _Up(segment, scale)
-            found.append(up.peak(alive))
-            alive = [x + d for x, d in zip(alive, up.net, strict=True)]
-        return found
-
-    def peak(self, gradient_scale: float = 1.0) -> Peak:
-        """Return the highest peak, the first of equal ones."""
-        return max(self.peaks(gradient_scale), key=lambda peak: peak.size)
-
-
 def trace_step(
     model: Module,
     run: Callable[[Any], object],
@@ -249,7 +109,7 @@ def trace_step(
 
     The model's parameters and buffers are replaced for the time by tensors without values, and
     random generators and counters get back their states. What else the step changes stays, unless
-    :func:`apart_on_paper` runs it.
+    :func:`side_by_side_on_paper` runs it.
 
     Args:
         model: The module that ``run`` calls; its tensors may be fake, meta, or on any device.
@@ -276,7 +136,7 @@ def trace_step(
             batch = _map(lambda x: _batch_on_paper(mode, x), batch)
             before = _payload_bytes()
             placed = placed_before = _C.placed_on_paper()
-            with refuse_reads(mode), cuda_kernels() if cuda else contextlib.nullcontext(), mode:
+            with refuse_reads(mode.has_values), cuda_kernels() if cuda else contextlib.nullcontext(), mode:
                 try:
                     run(batch)
                     placed = _C.placed_on_paper()
@@ -284,10 +144,10 @@ def trace_step(
                     _refuse_writes(mode, originals)
                     if isinstance(error, NotOnPaper) or (operator := higher_order_in(error)) is None:
                         raise
-                    raise NotOnPaper(f"{operator}: {CAPTURED}") from error
+                    raise NotOnPaper(f"{operator}: Dynamo has to capture it first") from error
             _refuse_writes(mode, originals)
             if not mode.work:
-                raise NotOnPaper(ELSEWHERE)
+                raise NotOnPaper("it ran in another thread")
             after = _payload_bytes()
             gradients = {
                 number
@@ -300,13 +160,9 @@ def trace_step(
     events = mode.events[:]
     bounds = [_Mark(0, before, placed_before, "", -1), *marks, _Mark(len(events), after, placed, "", -1)]
     segments = _segments(events, mode.work, bounds, gradients, with_changes=cuda)
-    segments = _enlarged(segments, mode.rest) if mode.data_dependent else segments
+    if mode.data_dependent:
+        segments = [resized(each, lambda size, kind: size * (1 + mode.rest)) for each in segments]
     return StepTrace(segments, mode.data_dependent, len(mode.work))
-
-
-def _enlarged(segments: Sequence[Segment], part: float) -> list[Segment]:
-    """Return the segments with all sizes larger by a part of them."""
-    return [_resized(each, lambda size, kind: size * (1 + part)) for each in segments]
 
 
 def _refuse_writes(mode: PaperMode, parameters: list[Parameter]) -> None:
@@ -398,28 +254,22 @@ def _marked(blocks: Sequence[Module], mode: PaperMode, marks: list[_Mark]) -> It
     def mark(phase: str, block: int) -> None:
         marks.append(_Mark(len(mode.events), _payload_bytes(), _C.placed_on_paper(), phase, block))
 
-    def before(block: int) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            if private.graph_task_id() == -1:
-                mark(_FORWARD, block)
+    def before(block: int, *_: object) -> None:
+        if private.graph_task_id() == -1:
+            mark(_FORWARD, block)
 
-        return hook
-
-    def after(block: int) -> Callable[..., None]:
-        def hook(module: Module, args: object, output: object) -> None:
-            if private.graph_task_id() != -1:
-                return
-            mark(_BETWEEN, block)
-            x = next((x for x in private.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad), None)
-            if x is not None:
-                x.register_hook(lambda grad: mark(_BACKWARD, block))
-
-        return hook
+    def after(block: int, module: Module, args: object, output: object) -> None:
+        if private.graph_task_id() != -1:
+            return
+        mark(_BETWEEN, block)
+        x = next((x for x in private.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad), None)
+        if x is not None:
+            x.register_hook(lambda grad: mark(_BACKWARD, block))
 
     with contextlib.ExitStack() as stack:
         for i, block in enumerate(blocks):
-            stack.callback(block.register_forward_pre_hook(before(i)).remove)
-            stack.callback(block.register_forward_hook(after(i)).remove)
+            stack.callback(block.register_forward_pre_hook(functools.partial(before, i)).remove)
+            stack.callback(block.register_forward_hook(functools.partial(after, i)).remove)
         yield
 
 
@@ -441,16 +291,11 @@ def _segments(
         end = after.events
         backward = backward or phase == _BACKWARD
         is_loss = index == last
-        inside = []
-        for event in events[begin:end]:
-            if event.storage not in kinds:
-                kinds[event.storage] = (
-                    GRADIENTS if event.storage in gradients
-                    else LOSS if is_loss
-                    else WORKING if backward
-                    else KEPT
-                )  # fmt: skip
-            inside.append((event.size, kinds[event.storage]))
+        other = LOSS if is_loss else WORKING if backward else KEPT
+        inside = [
+            (event.size, kinds.setdefault(event.storage, GRADIENTS if event.storage in gradients else other))
+            for event in events[begin:end]
+        ]
         done = []
         while pending is not None and (pending[0] < end or end == len(events)):
             done.append(pending[1])
@@ -470,3 +315,117 @@ def _segments(
             made.changes.extend(x for event in events[begin:end] for x in (event.size, event.storage))
         segments.append(made)
     return segments
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes. ``states``: those that exist; ``new``: those that the next step makes; ``working``:
+    the highest point of the next step above its start, its new states included.
+    """
+
+    states: int
+    new: int
+    working: int
+
+
+def state_bytes(optimizer: Any) -> int:
+    """Return the bytes of an optimizer's states."""
+    values: list[Any] = list(chain.from_iterable([each.values() for each in optimizer.state.values()]))
+    if not set(map(type, values)) <= {Tensor}:  # which is fast, and each training call asks
+        values = [local(x) for x in private.tree_leaves(values) if isinstance(x, Tensor)]
+    return sum(map(attrgetter("nbytes"), values))
+
+
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that accelerate may have wrapped.
+
+    Raises:
+        TypeError: It is none.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(f"gradckpt: optimizer= takes a torch optimizer, not {type(optimizer).__name__}")
+    return inner
+
+
+def optimizer_memory(model: Module, optimizer: Any) -> OptimizerMemory:
+    """Run an optimizer's next step on paper.
+
+    Raises:
+        TypeError: It is no torch optimizer.
+        ValueError: Its step cannot be run on paper, or it trains other parameters.
+    """
+    inner = torch_optimizer(optimizer)
+    own = trained_parts(model)
+    if not any(id(p) in own for group in inner.param_groups for p in group["params"]):
+        raise ValueError("gradckpt: optimizer= has no parameter of this model; pass the one that trains it")
+    trial = functools.partial(_optimizer_step, inner)
+    return side_by_side_on_paper([trial], lambda: StateBeforePaper(model, vars(inner)))[0]
+
+
+def _optimizer_step(inner: torch.optim.Optimizer) -> OptimizerMemory:
+    mode = _OptimizerMode()
+    twins: dict[int, Parameter] = {}
+    groups = []
+    for group in inner.param_groups:
+        for p in group["params"]:
+            twins[id(p)] = Parameter(mode.like(local(p)), requires_grad=p.requires_grad)
+            if p.requires_grad:
+                twins[id(p)].grad = mode.like(local(p))
+        groups.append({**group, "params": [twins[id(p)] for p in group["params"]]})
+    twin = copy.copy(inner)
+    vars(twin).update(param_groups=groups, state=type(inner.state)(inner.state.default_factory))
+    for p, state in inner.state.items():
+        if id(p) in twins:
+            twin.state[twins[id(p)]] = private.tree_map(lambda x: _twin(mode, x), state)
+    before = state_bytes(twin)
+    try:
+        with mode, torch.no_grad():
+            step = type(inner).step
+            getattr(step, "__wrapped__", step)(twin)  # without the hooks of the real one
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"gradckpt: the step of {type(inner).__name__} cannot be run on paper ({reason}); leave optimizer= out "
+            "and let enable(budget=) plan again when its states exist"
+        ) from error
+    top = max(itertools.accumulate((event.size for event in mode.events), initial=0))
+    return OptimizerMemory(before, state_bytes(twin) - before, top)
+
+
+class _OptimizerMode(PaperMode):
+    """Small tensors of the states keep their values: a step asks for the number of steps."""
+
+    def _made_here(self, func: Any, args: Any, kwargs: Any) -> bool:
+        return True
+
+
+def _twin(mode: PaperMode, x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return copy.copy(x)
+    return mode.like(local(x)) if x.numel() > 1 else x.detach().cpu().clone()
+
+
+#: Seconds of work that is not worth a word.
+_SILENT = 3.0
+
+
+@contextlib.contextmanager
+def late_progress(work: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Give a function that shows what is being computed, from the third second on and if stderr is
+    a terminal; at the end of the block nothing of it remains.
+    """
+    shown = shown and sys.stderr is not None and sys.stderr.isatty()
+    began, written = time.monotonic(), False
+
+    def show(text: str) -> None:
+        nonlocal written
+        if shown and time.monotonic() - began >= _SILENT:
+            written = True
+            print(f"\r\x1b[Kgradckpt: {work}: {text} ...", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if written:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -165,6 +165,15 @@ class Slotted:
         self.x = x
 
 
+class SlottedWithDict:
+    """Has attributes in a slot and in a dict."""
+
+    __slots__ = ("__dict__", "scale", "x")
+
+    def __init__(self, x):
+        self.x = x
+
+
 class Table(dict):
     """pytree gets a part of it."""
 
@@ -175,6 +184,7 @@ def register(kind, flatten, unflatten):
 
 register(Bag, lambda bag: (list(bag), None), lambda children, _: Bag(children))
 register(Slotted, lambda s: ([s.x], None), lambda children, _: Slotted(*children))
+register(SlottedWithDict, lambda s: ([s.x], None), lambda children, _: SlottedWithDict(*children))
 register(Table, lambda t: ([t["x"]], None), lambda children, _: Table(x=children[0]))
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -195,6 +205,10 @@ CONTAINERS = {
     "a dropped field": (lambda x: Batch(x, 3.0), lambda c: (type(c), c.scale)),
     "a subclass of list": (lambda x: attributed(Bag([x, 2]), scale=3.0), lambda c: (type(c), c.scale, c[1])),
     "slots": (lambda x: attributed(Slotted(x), scale=3.0), lambda c: (type(c), c.scale)),
+    "a slot beside a dict": (
+        lambda x: attributed(SlottedWithDict(x), scale=3.0, shift=1.0),
+        lambda c: (type(c), c.scale, c.shift),
+    ),
     "an OrderedDict with an attribute": (
         lambda x: attributed(collections.OrderedDict(x=x), scale=3.0),
         lambda c: (type(c), c.scale),

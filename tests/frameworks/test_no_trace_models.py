@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import gradckpt
 from gradckpt import _apart, _settings
-from gradckpt._planning import profile, rows
+from gradckpt._planning import comparison, profile
 
 #: Fields of configs, of which each takes those that it has.
 TINY = {
@@ -175,7 +175,7 @@ def check(key, kind, way):
 def _briefly(monkeypatch):
     measured_briefly(monkeypatch)
     monkeypatch.setattr(profile, "_MOST", 2)
-    monkeypatch.setattr(rows, "READY", _settings.READY[:3:2])
+    monkeypatch.setattr(comparison, "READY", _settings.READY[:3:2])
 
 
 @EACH

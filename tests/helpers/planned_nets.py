@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from gradckpt._planning import block_times, options
-from gradckpt._planning.options import KEEP
+from gradckpt._planning import options
+from gradckpt._planning.options import KEEP, Cost
 
 WIDTH, LAYERS, ROWS = 128, 12, 256
 
@@ -40,14 +40,14 @@ def fixed_costs(monkeypatch):
             option: 3.0 + (option.name != "keep") * 0.2 + option.name.startswith("recompute") for option in options
         }
         errors = {option: {"int8": 0.01, "int6": 0.03, "int4": 0.1}.get(option.codec, 0.0) for option in options}
-        return {option: block_times.Cost(seconds[option], errors[option]) for option in (KEEP, *options)}
+        return {option: Cost(seconds[option], errors[option]) for option in (KEEP, *options)}
 
-    monkeypatch.setattr(block_times, "_measure", measured)
+    monkeypatch.setattr(options, "_measure", measured)
 
 
 def measured_briefly(monkeypatch):
     """Few options, each of which is measured a few times."""
-    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_SECONDS", 0.0)
     monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
 
 

@@ -7,7 +7,7 @@ from planned_nets import ROWS, WIDTH, fixed_costs, net
 from torch.nn.parallel import DistributedDataParallel
 
 import gradckpt
-from gradckpt._planning.no_plan import NoPlan
+from gradckpt._planning.region_plan import NoPlan
 
 
 def train(ddp, rows, steps=2):

@@ -21,8 +21,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import gradckpt
-from gradckpt._planning import fsdp2
-from gradckpt._planning.parameter_walk import ParameterWalk
+from gradckpt._planning import fsdp
+from gradckpt._planning.device_memory import ParameterWalk
 
 LAYERS = 4
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -264,7 +264,7 @@ def states_of(net):
     owners = [*net.modules()]
     for unit in FullyShardedDataParallel.fsdp_modules(net):
         owners += [unit._handle, unit._handle.flat_param, unit._exec_order_data]
-    second = fsdp2.State(net)
+    second = fsdp.FSDP2State(net)
     owners += [*second.states, *second.groups, *second.parameters, *second._contexts()]
     owners += [x for p in second.parameters for x in (p.sharded_param, p._unsharded_param)]
     tables = [vars(owner) for owner in owners] + [module._parameters for module in net.modules()]

@@ -20,8 +20,8 @@ from torch import nn
 import gradckpt
 from gradckpt import _apart
 from gradckpt._models import activity
-from gradckpt._planning import block_times, profile
-from gradckpt._planning.budget import parse_budget
+from gradckpt._planning import options, profile
+from gradckpt._planning.device_memory import parse_budget
 from gradckpt._planning.options import RECOMPUTE, allowed
 
 CPU = torch.device("cpu")
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _short_measurements(monkeypatch):
-    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
-    monkeypatch.setattr(block_times, "_LEAST", 1)
+    monkeypatch.setattr(options, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_LEAST", 1)
 
 
 def between(plain, part):
@@ -492,11 +492,11 @@ def test_enable_plans_in_the_first_step(monkeypatch, caplog):
 @pytest.mark.parametrize("forks", [True, False])
 def test_measured_regions_are_no_steps_of_the_user(forks, monkeypatch):
     """That they keep their inputs is not the user's concern, and the next steps are looked at."""
-    measure = block_times._measure
+    measure = options._measure
     fixed_costs(monkeypatch)  # else a busy machine may find a region faster, and the user's step has one
-    fixed = block_times._measure
-    monkeypatch.setattr(block_times, "_measure", lambda *given: measure(*given) and fixed(*given))
-    monkeypatch.setattr(block_times, "_LEAST", 3)
+    fixed = options._measure
+    monkeypatch.setattr(options, "_measure", lambda *given: measure(*given) and fixed(*given))
+    monkeypatch.setattr(options, "_LEAST", 3)
     monkeypatch.setattr(activity, "_MANY", 1)
     monkeypatch.setattr(_apart, "can_fork", lambda: forks and sys.platform == "linux")
     gradckpt.stats.reset()

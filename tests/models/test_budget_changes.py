@@ -15,9 +15,8 @@ from planned_nets import ROWS, WIDTH, Block, fixed_costs, measured_briefly, net
 from torch import nn
 
 import gradckpt
-from gradckpt._planning import block_times, options
-from gradckpt._planning.parameter_walk import ParameterWalk
-from gradckpt._planning.sharded import gradient_bytes
+from gradckpt._planning import options
+from gradckpt._planning.device_memory import ParameterWalk, gradient_bytes
 
 LAYERS = 3
 
@@ -265,7 +264,7 @@ def test_a_model_without_values(caplog):
 def test_regions_without_values_are_measured(monkeypatch):
     measured(monkeypatch)
     model = net(1).to("meta")
-    with block_times.measure_regions(model.blocks, [options.KEEP, options.RECOMPUTE]) as costs:
+    with options.measure_regions(model.blocks, [options.KEEP, options.RECOMPUTE]) as costs:
         step(model)
     assert costs.of(model.blocks[0], options.RECOMPUTE).seconds > 0
 

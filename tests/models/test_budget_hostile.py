@@ -15,11 +15,11 @@ import transformers
 from torch import nn
 
 import gradckpt
-from gradckpt._planning.block_times import Cost
-from gradckpt._planning.budget import Budget
 from gradckpt._planning.choose import _units
-from gradckpt._planning.no_plan import NoPlan
+from gradckpt._planning.device_memory import Budget
+from gradckpt._planning.options import Cost
 from gradckpt._planning.profile import Profile
+from gradckpt._planning.region_plan import NoPlan
 from gradckpt._training_step import step_of_batch
 
 WIDTH = 32

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import gradckpt
-from gradckpt._planning import block_times
+from gradckpt._planning import options
 
 WIDTH, LAYERS, TOKENS, VOCABULARY = 32, 4, 64, 2048
 
@@ -337,7 +337,7 @@ def test_buffers_that_a_forward_assigns_move_once_with_each_call():
     torch.manual_seed(0)
     model = net()
     model.blocks = nn.ModuleList(Averaging() for _ in range(LAYERS))
-    with block_times._put_back(model.blocks[0]) as rewind:
+    with options._rewinding(model.blocks[0]) as rewind:
         for _ in range(3):
             rewind()
             model.blocks[0](torch.randn(2, TOKENS, WIDTH, requires_grad=True))

@@ -11,9 +11,9 @@ from planned_nets import fixed_costs
 
 import gradckpt
 from gradckpt._planning import options
-from gradckpt._planning.budget import Budget
 from gradckpt._planning.config_model import ConfigModel
 from gradckpt._planning.config_profile import plan_source
+from gradckpt._planning.device_memory import Budget
 from gradckpt._planning.profile import Profile
 from gradckpt._training_step import step_of_batch
 

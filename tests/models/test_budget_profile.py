@@ -21,12 +21,11 @@ from planned_nets import ROWS, WIDTH, Block, Net, fixed_costs, net
 
 import gradckpt
 from gradckpt import _apart
-from gradckpt._planning import block_times, profile
-from gradckpt._planning.choose import Chosen
-from gradckpt._planning.error_search import approach
-from gradckpt._planning.no_plan import NoPlan
+from gradckpt._planning import options, profile
+from gradckpt._planning.chain import Chosen, approach
 from gradckpt._planning.profile import Profile
-from gradckpt._planning.step_trace import KINDS, Segment, StepTrace, condensed
+from gradckpt._planning.region_plan import NoPlan
+from gradckpt._planning.segments import KINDS, Segment, StepTrace, condensed
 
 BATCH = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
 CODECS = ["int8", "int4"]
@@ -35,8 +34,8 @@ CODECS = ["int8", "int4"]
 @pytest.fixture(autouse=True)
 def _short_measurements(monkeypatch):
     gc.collect()  # what earlier tests left would count
-    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
-    monkeypatch.setattr(block_times, "_LEAST", 1)
+    monkeypatch.setattr(options, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_LEAST", 1)
 
 
 def never(*_, **__):
@@ -324,13 +323,13 @@ def test_a_regions_error_is_that_of_a_gradient_like_no_other(monkeypatch):
                 block.forward = lambda x, block=block: torch.nn.functional.layer_norm(Block.forward(block, x), (WIDTH,))
 
     found = []
-    measured = block_times._measure
+    measured = options._measure
 
     def measure(*args):
         found.append(measured(*args))
         return found[-1]
 
-    monkeypatch.setattr(block_times, "_measure", measure)
+    monkeypatch.setattr(options, "_measure", measure)
     monkeypatch.setattr(_apart, "can_fork", lambda: False)  # or a child would find it
     torch.manual_seed(0)
     gradckpt.plan(Normed().train(), BATCH, budget="1GiB", compress="int4", modules=Block)

@@ -10,7 +10,7 @@ from shared_counts import SharedCount
 from torch import nn
 
 import gradckpt
-from gradckpt._planning import block_times, comparison, profile
+from gradckpt._planning import comparison, options, profile
 
 WIDTH, LAYERS = 64, 12
 X = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -67,8 +67,8 @@ def measured(model):
 def _short_measurements():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "_SECONDS", 0.0)
-        patch.setattr(block_times, "_SECONDS", 0.0)
-        patch.setattr(block_times, "_LEAST", 1)
+        patch.setattr(options, "_SECONDS", 0.0)
+        patch.setattr(options, "_LEAST", 1)
         yield
 
 

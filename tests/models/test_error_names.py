@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import gradckpt
-from gradckpt._planning.step_profile import NoPlan
-from gradckpt._planning.values import NotOnPaper
+from gradckpt._planning.paper_tensors import NotOnPaper
+from gradckpt._planning.region_plan import NoPlan
 from gradckpt._training_step import StepWrites
 
 

@@ -17,10 +17,10 @@ from plan_shapes import SHAPE_8B
 from torch.nn import functional as F
 
 import gradckpt
-from gradckpt._planning import paper_addresses
+from gradckpt._planning import paper_tensors
 from gradckpt._planning.paper import PaperMode
+from gradckpt._planning.paper_tensors import NotOnPaper
 from gradckpt._planning.step_trace import trace_step
-from gradckpt._planning.values import NotOnPaper
 
 # ---- no memory is touched
 
@@ -30,12 +30,12 @@ UNTOUCHABLE = """
 import sys
 import torch
 from torch.nn import functional as F
-from gradckpt._planning import paper, paper_addresses
+from gradckpt._planning import paper, paper_tensors
 
 def refuse(*_):
     raise OSError
 
-paper_addresses._Mapped = refuse
+paper_tensors._Mapped = refuse
 
 if "touch" in sys.argv:
     paper.PaperMode().empty((4,), (1,), torch.float32).tolist()
@@ -353,7 +353,7 @@ def test_addresses_are_free_again():
 
 
 def test_addresses_begin_again(monkeypatch):
-    monkeypatch.setattr(paper_addresses, "_ADDRESSES", 2**20)
+    monkeypatch.setattr(paper_tensors, "_ADDRESSES", 2**20)
     mode = PaperMode()
     for _ in range(5):
         assert on_paper(mode, 100_000).numel() == 100_000

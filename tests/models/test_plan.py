@@ -12,14 +12,14 @@ import torch
 import transformers
 
 import gradckpt
-from gradckpt._planning import rows
-from gradckpt._planning.blocks import find_blocks, shortened, unrolled
-from gradckpt._planning.comparison import Comparison, compare_source
+from gradckpt._planning import comparison
+from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import ConfigModel
-from gradckpt._planning.hints import IN_PYTHON, as_flags
-from gradckpt._planning.needed_memory import held_blocks, memory_use
-from gradckpt._planning.rows import Row
-from gradckpt._planning.step_trace import KINDS, Peak, StepTrace, trace_step
+from gradckpt._planning.config_profile import shortened, unrolled
+from gradckpt._planning.options import find_blocks
+from gradckpt._planning.report import IN_PYTHON, Comparison, Row, as_flags
+from gradckpt._planning.segments import KINDS, Peak, StepTrace, held_blocks, memory_use
+from gradckpt._planning.step_trace import trace_step
 from gradckpt._settings import READY
 from gradckpt._stats import format_bytes
 
@@ -83,7 +83,7 @@ STATES = 4 * torch.get_rng_state().nbytes
 
 @pytest.fixture
 def only_int8(monkeypatch):
-    monkeypatch.setattr(rows, "READY", (INT8,))
+    monkeypatch.setattr(comparison, "READY", (INT8,))
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ from plan_shapes import SHAPE_8B, SHAPE_70B, TINY
 from transformers.utils import logging
 
 import gradckpt
-from gradckpt._planning.autocast import cuda_autocast
 from gradckpt._planning.config_model import ConfigModel
+from gradckpt._planning.kernels import cuda_autocast
 from gradckpt._planning.paper import PaperMode
-from gradckpt._planning.step_trace import GRADIENTS, on_paper, trace_step
+from gradckpt._planning.segments import GRADIENTS
+from gradckpt._planning.step_trace import on_paper, trace_step
 
 logging.set_verbosity_error()
 # Of transformers, for the names that PEFT still uses.

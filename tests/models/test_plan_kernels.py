@@ -1,4 +1,4 @@
-"""gradckpt._planning.target_kernels: what CUDA's kernels save, on paper."""
+"""gradckpt._planning.kernels: what CUDA's kernels save, on paper."""
 
 import contextlib
 
@@ -8,10 +8,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gradckpt
-from gradckpt._planning.autocast import cuda_autocast
+from gradckpt._planning.kernels import cuda_autocast, cuda_kernels
 from gradckpt._planning.paper import PaperMode
 from gradckpt._planning.step_trace import trace_step
-from gradckpt._planning.target_kernels import cuda_kernels
 
 B, H, T, D = 2, 8, 72, 64
 HALF, FULL = 2, 4

@@ -12,7 +12,7 @@ from torch import nn
 
 import gradckpt
 from gradckpt._engine.places import place_of
-from gradckpt._planning import block_times, options
+from gradckpt._planning import options
 from gradckpt._planning.command import main
 from gradckpt._planning.region_plan import Plan
 
@@ -22,8 +22,8 @@ FAST = 1000  # GB/s
 
 @pytest.fixture(autouse=True)
 def _short_measurements(monkeypatch):
-    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
-    monkeypatch.setattr(block_times, "_LEAST", 1)
+    monkeypatch.setattr(options, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_LEAST", 1)
     monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
 
 

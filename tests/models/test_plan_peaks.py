@@ -174,7 +174,7 @@ def test_peaks_of_balanced_experts(experts, monkeypatch):
 def test_peaks_of_experts_that_tokens_choose(monkeypatch):
     """A router without training prefers few experts; the bound holds with any."""
     model, batch, step = prepare(lambda: mixtral("eager"))
-    monkeypatch.setattr("gradckpt._planning.rows.READY", SETTINGS[1:3])
+    monkeypatch.setattr("gradckpt._planning.comparison.READY", SETTINGS[1:3])
     plan = gradckpt.plan(model, batch)
     held = sum(plan.fixed.values())
     for setting in SETTINGS[1:3]:

@@ -676,9 +676,9 @@ def written(options):
 
 
 def test_budgets_use_parts_and_by_permission_tiles(monkeypatch):
-    from gradckpt._planning import block_times
+    from gradckpt._planning import options
 
-    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_SECONDS", 0.0)
     model = llama()
     exact = gradckpt.plan(model, ids(), budget="1GiB")
     tiled = gradckpt.plan(model, ids(), budget="1GiB", tiles=16)
@@ -697,9 +697,9 @@ def test_budgets_use_parts_and_by_permission_tiles(monkeypatch):
 
 
 def test_live_budgets(monkeypatch):
-    from gradckpt._planning import block_times
+    from gradckpt._planning import options
 
-    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_SECONDS", 0.0)
     model = llama()
     model(**ids()).loss.backward()
     exact = [p.grad.clone() for p in model.parameters()]

@@ -415,9 +415,9 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize(("kind", "can"), [(InPlace, False), (Layer, True)])
 def test_plans_leave_out_parts_that_cannot_be(monkeypatch, kind, can):
-    from gradckpt._planning import block_times
+    from gradckpt._planning import options
 
-    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(options, "_SECONDS", 0.0)
     model, x = Net(kind).train(), data()
 
     def gradients():

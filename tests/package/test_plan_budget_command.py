@@ -12,17 +12,16 @@ from plan_shapes import TINY
 import gradckpt
 from gradckpt.__main__ import main
 from gradckpt._planning import command, model_source
-from gradckpt._planning.blocks import find_blocks, shortened
-from gradckpt._planning.budget import Budget, size_budget
 from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import ConfigModel
-from gradckpt._planning.config_profile import ConfigProfile, plan_source
-from gradckpt._planning.devices import find
-from gradckpt._planning.estimates import rates_of
-from gradckpt._planning.options import allowed
+from gradckpt._planning.config_profile import ConfigProfile, plan_source, shortened
+from gradckpt._planning.device_memory import Budget, size_budget
+from gradckpt._planning.devices import find, rates_of
+from gradckpt._planning.options import allowed, find_blocks
 from gradckpt._planning.step_trace import trace_step
 
 LAYERS = 9
+RATES = rates_of(find("A100-80GB"), in_16_bits=True)
 CONFIG = transformers.LlamaConfig(**{**TINY, "num_hidden_layers": LAYERS})
 STEP = ("--tokens", 256, "--batch", 2)
 #: So large that segments of 20 MiB do not hide what a setting saves.
@@ -53,9 +52,7 @@ def run(capsys, folder):
 
 @pytest.fixture(scope="module")
 def profile(folder):
-    return ConfigProfile(
-        ConfigModel(folder), 256, 2, compress=["int8"], rates=rates_of(find("A100-80GB"), in_16_bits=True)
-    )
+    return ConfigProfile(ConfigModel(folder), 256, 2, compress=["int8"], rates=RATES)
 
 
 _smallest = {}
@@ -320,10 +317,8 @@ def test_blocks_with_other_options_are_not_equal(profile):
 def test_estimates_add_up(profile):
     for option in profile.options:
         regions = sum(profile.cost(block, option).seconds for block in range(LAYERS))
-        outside = sum(
-            profile._rates.of_segment(segment) for segment in profile.traces[option].segments if segment.block is None
-        )
-        assert profile._rates.of_step(profile.traces[option]) == pytest.approx(regions + outside)
+        outside = sum(RATES.of_segment(segment) for segment in profile.traces[option].segments if segment.block is None)
+        assert RATES.of_step(profile.traces[option]) == pytest.approx(regions + outside)
 
 
 def test_the_planners_numbers_are_exact_around_a_traced_plan(profile):
@@ -332,7 +327,7 @@ def test_the_planners_numbers_are_exact_around_a_traced_plan(profile):
     for choice in ([1] * LAYERS, [2] * LAYERS, [0] * 2 + [2] * (LAYERS - 2), [i % n for i in range(LAYERS)]):
         trace = profile.trace(profile.of_choice(choice))
         chain.correct(choice, chain.levels_of(trace.segments))
-        kept, need, last_need = chain.numbers(lambda call, option: True)
+        kept, need, last_need = chain.numbers({})
         before, highest = 0, 0
         for call, option in enumerate(choice):
             highest = max(highest, before + need[call * n + option])

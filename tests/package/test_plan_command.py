@@ -10,7 +10,7 @@ import transformers
 from plan_shapes import SHAPE_8B, SHAPE_70B, TINY
 
 from gradckpt.__main__ import main
-from gradckpt._planning import rows
+from gradckpt._planning import comparison
 from gradckpt._planning.devices import DEVICES
 from gradckpt._settings import READY
 
@@ -51,7 +51,7 @@ def run(capsys):
 
 @pytest.fixture
 def only_int8(monkeypatch):
-    monkeypatch.setattr(rows, "READY", (READY[2],))
+    monkeypatch.setattr(comparison, "READY", (READY[2],))
 
 
 # ---- usage

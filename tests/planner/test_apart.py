@@ -21,7 +21,7 @@ from checkout import ROOT
 
 import gradckpt
 from gradckpt import _apart
-from gradckpt._planning.paper_addresses import tensors_on_paper
+from gradckpt._planning.paper_tensors import tensors_on_paper
 
 X = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(5))
 

@@ -1,5 +1,5 @@
-"""gradckpt._planning.config_steps: a shorter model stands for the whole one where it needs the
-same, and nowhere else."""
+"""gradckpt._planning.config_profile.ConfigSteps: a shorter model stands for the whole one where it
+needs the same, and nowhere else."""
 
 import functools
 
@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradckpt._planning.blocks import find_blocks, shortened
-from gradckpt._planning.config_steps import ConfigSteps
-from gradckpt._planning.needed_memory import memory_use
+from gradckpt._planning.config_profile import ConfigSteps, shortened
+from gradckpt._planning.options import find_blocks
+from gradckpt._planning.segments import memory_use
 from gradckpt._planning.step_trace import trace_step
 from gradckpt._settings import READY
 

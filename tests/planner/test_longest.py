@@ -1,11 +1,11 @@
-"""gradckpt._planning.longest: a length that fits, and 1.03 times it that does not."""
+"""gradckpt._planning.comparison.longest: a length that fits, and 1.03 times it that does not."""
 
 import random
 
 import pytest
 
-from gradckpt._planning.longest import longest
-from gradckpt._planning.values import NotOnPaper
+from gradckpt._planning.comparison import longest
+from gradckpt._planning.paper_tensors import NotOnPaper
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -1,4 +1,4 @@
-"""gradckpt._planning.losses: losses without all logits, beside those of their libraries."""
+"""gradckpt._planning.libraries: losses without all logits, beside those of their libraries."""
 
 import inspect
 import sys
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradckpt._planning import losses
+from gradckpt._planning import libraries
 from gradckpt._planning.paper import PaperMode
 from gradckpt._planning.step_trace import trace_step
 
@@ -25,17 +25,17 @@ FORMS = [
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", losses.LOSSES)
+@pytest.mark.parametrize("name", libraries.LOSSES)
 def test_loss_and_gradients_are_cross_entropys(name, bias, monkeypatch):
-    monkeypatch.setattr(losses, "_TRL_TOKENS", 16)  # several tiles
-    monkeypatch.setattr(losses, "_TRL_WORDS", 32)
+    monkeypatch.setattr(libraries, "_TRL_TOKENS", 16)  # several tiles
+    monkeypatch.setattr(libraries, "_TRL_WORDS", 32)
     torch.manual_seed(0)
     head = nn.Linear(24, 100, bias=bias)
     hidden = torch.randn(3, 21, 24, requires_grad=True)
     labels = torch.randint(0, 100, (3, 21))
     labels[0, 5:9] = -100
     expected = F.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    found = losses.LOSSES[name].of(hidden, head, labels)
+    found = libraries.LOSSES[name].of(hidden, head, labels)
     torch.testing.assert_close(found, expected)
     inputs = [hidden, *head.parameters()]
     torch.testing.assert_close(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs))
@@ -70,14 +70,14 @@ def test_memory_is_trls(dtype, trained, mixed, monkeypatch):
     monkeypatch.setattr(trl, "triton", types.SimpleNamespace(cdiv=lambda a, b: -(-a // b)), raising=False)
     monkeypatch.setattr(trl, "_forward_kernel", _Nothing())
     monkeypatch.setattr(trl, "_backward_kernel", _Nothing())
-    monkeypatch.setattr(trl, "_addmm_fp32", lambda total, a, b: total.addmm_(*losses._of_one_dtype(total, a, b)))
+    monkeypatch.setattr(trl, "_addmm_fp32", lambda total, a, b: total.addmm_(*libraries._of_one_dtype(total, a, b)))
     outputs = ("log_probs", "entropy", "is_top1")
 
     def theirs(hidden, weight, labels):
         return trl.ChunkedLogProbFunction.apply(hidden, weight, None, labels, 1.0, 32768, None, 1.0, outputs)[0].sum()
 
     def ours(hidden, weight, labels):
-        return losses._TrlFunction.apply(hidden, weight, None, labels).sum()
+        return libraries._TrlFunction.apply(hidden, weight, None, labels).sum()
 
     expected = peak_on_paper(theirs, dtype, trained, mixed)
     assert peak_on_paper(ours, dtype, trained, mixed) == pytest.approx(expected, rel=0.002)
@@ -124,7 +124,7 @@ def test_memory_is_torchs(dtype, trained, monkeypatch):
             hidden, weight, labels, None, None, "mean", -100, 0.0, *how, True, trained, False
         )
     )
-    found = peak(lambda hidden, weight, labels: losses._TorchFunction.forward(context, hidden, weight, None, labels))
+    found = peak(lambda hidden, weight, labels: libraries._TorchFunction.forward(context, hidden, weight, None, labels))
     assert found == pytest.approx(expected, rel=0.003)
 
 
@@ -135,7 +135,7 @@ def test_memory_of_ligers_is_arithmetic():
     logits, gradients = 2 * chunk * WORDS, 2 * TOKENS * WIDTH
 
     def ours(hidden, weight, labels):
-        return losses._LigerFunction.apply(hidden, weight, None, labels)
+        return libraries._LigerFunction.apply(hidden, weight, None, labels)
 
     assert peak_on_paper(ours, torch.bfloat16, False, False) == pytest.approx(logits + gradients, rel=0.01)
     whole = logits + gradients + 2 * WORDS * WIDTH
@@ -145,4 +145,6 @@ def test_memory_of_ligers_is_arithmetic():
 def test_one_dtype_for_torchs():
     head = nn.Linear(8, 8)
     with pytest.raises(ValueError, match="takes one dtype, and the hidden states"):
-        losses.LOSSES["torch"].of(torch.zeros(1, 4, 8, dtype=torch.bfloat16), head, torch.zeros(1, 4, dtype=torch.long))
+        libraries.LOSSES["torch"].of(
+            torch.zeros(1, 4, 8, dtype=torch.bfloat16), head, torch.zeros(1, 4, dtype=torch.long)
+        )

@@ -11,15 +11,13 @@ from torch import nn
 
 import gradckpt
 from gradckpt._planning import profile as profiles
-from gradckpt._planning.blocks import find_blocks, shortened, unrolled
-from gradckpt._planning.budget import Budget
 from gradckpt._planning.config_model import ConfigModel
-from gradckpt._planning.config_profile import ConfigProfile
-from gradckpt._planning.devices import find
-from gradckpt._planning.estimates import rates_of
-from gradckpt._planning.needed_memory import held_blocks, memory_use, pairs
-from gradckpt._planning.options import RECOMPUTE
-from gradckpt._planning.step_trace import StepTrace, trace_step
+from gradckpt._planning.config_profile import ConfigProfile, shortened, unrolled
+from gradckpt._planning.device_memory import Budget
+from gradckpt._planning.devices import find, rates_of
+from gradckpt._planning.options import RECOMPUTE, find_blocks
+from gradckpt._planning.segments import StepTrace, held_blocks, memory_use, pairs
+from gradckpt._planning.step_trace import trace_step
 from gradckpt._settings import READY
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from planned_nets import measured_briefly
 
 import gradckpt
 from gradckpt import _apart, _settings
-from gradckpt._planning import paper, profile, rows
+from gradckpt._planning import comparison, paper, profile
 
 X = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(5))
 
@@ -34,7 +34,7 @@ def _briefly(monkeypatch):
     measured_briefly(monkeypatch)
     monkeypatch.setitem(paper._SMALL, True, 32)  # tables have no values on paper, as large ones
     monkeypatch.setattr(profile, "_MOST", 2)
-    monkeypatch.setattr(rows, "READY", _settings.READY[:3:2])
+    monkeypatch.setattr(comparison, "READY", _settings.READY[:3:2])
     yield
     gc.collect()
 

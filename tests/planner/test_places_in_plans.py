@@ -8,13 +8,11 @@ from planned_nets import Block, Net
 
 import gradckpt
 from gradckpt._offload import plain_data
-from gradckpt._planning import block_times
 from gradckpt._planning import options as planning_options
 from gradckpt._planning import profile as planning_profile
-from gradckpt._planning.budget import Budget
-from gradckpt._planning.links import LINKS, Link, parse_link
+from gradckpt._planning.device_memory import Budget
+from gradckpt._planning.devices import LINKS, Call, Link, Placement, parse_link
 from gradckpt._planning.options import KEEP, RECOMPUTE, allowed
-from gradckpt._planning.placement import Call, Placement
 from gradckpt._training_step import alone, step_of_batch
 
 ROWS, LAYERS = 512, 4
@@ -30,7 +28,7 @@ class _Costs:
     def of(self, block, option):
         i = self.blocks.index(block)
         again = 0.01 + 0.001 * i if option.recomputes else 0.0
-        return block_times.Cost(SECONDS[i] + again + (0.001 if option.place else 0.0), 0.0)
+        return planning_options.Cost(SECONDS[i] + again + (0.001 if option.place else 0.0), 0.0)
 
 
 def link(rate):

@@ -1,11 +1,11 @@
-"""gradckpt._planning.progress: what takes long says so, on a terminal alone."""
+"""gradckpt._planning.step_trace.late_progress: what takes long says so, on a terminal alone."""
 
 import io
 import sys
 
 import pytest
 
-from gradckpt._planning import progress
+from gradckpt._planning import step_trace
 
 
 class Stream(io.StringIO):
@@ -17,10 +17,10 @@ class Stream(io.StringIO):
 def written(monkeypatch, seconds, terminal=True, shown=True):
     """What is written in a block that is told of two things after so many seconds."""
     now = iter([0.0, seconds, seconds])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(step_trace.time, "monotonic", lambda: next(now))
     stream = Stream(terminal)
     monkeypatch.setattr(sys, "stderr", stream)
-    with progress.late_progress("plan", shown) as show:
+    with step_trace.late_progress("plan", shown) as show:
         show("int8")
         show("int4")
     return stream.getvalue()
@@ -39,5 +39,5 @@ def test_silence(monkeypatch, seconds, terminal, shown):
 
 def test_without_a_stream(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    with progress.late_progress("plan") as show:
+    with step_trace.late_progress("plan") as show:
         show("int8")

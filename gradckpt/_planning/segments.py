@@ -1,26 +1,173 @@
-"""What torch's caching allocator for CUDA needs of a device: :func:`memory_use`.
+"""The memory of a step, segment by segment: :class:`StepTrace`, and what torch's caching allocator
+for CUDA needs of a device for it: :func:`memory_use`.
 
-Its rules are in csrc/planner/caching_allocator.h. What is there during the whole step was allocated
-before it, tensor by tensor as far as tensors are known.
+The allocator's rules are in csrc/planner/caching_allocator.h. What is there during the whole step
+was allocated before it, tensor by tensor as far as tensors are known.
 """
 
 from __future__ import annotations
 
 import array
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch.nn import Module
 
 from gradckpt import _C
-from gradckpt._planning.sharded import local
+from gradckpt._planning.device_memory import local
+from gradckpt._planning.paper import Work
 
-if TYPE_CHECKING:
-    from gradckpt._planning.step_trace import Segment
+__all__ = [
+    "SIGNED",
+    "UNBOUNDED",
+    "Peak",
+    "Segment",
+    "StepTrace",
+    "condensed",
+    "held_blocks",
+    "memory_use",
+    "pairs",
+    "resized",
+    "scaled",
+    "total",
+    "with_own_storages",
+]
 
-__all__ = ["held_blocks", "memory_use", "pairs", "with_own_storages"]
+#: Metadata of fields whose numbers may be negative, and of errors, which may be infinite or NaN.
+SIGNED, UNBOUNDED = {"signed": True}, {"unbounded": True}
+
+#: What an allocation is for; the first two by when it was made.
+KEPT, LOSS, GRADIENTS, WORKING = range(4)
+KINDS = ("kept for the backward", "logits and loss", "gradients", "working set")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peak:
+    """``size`` bytes above the start of the step, at ``position``; ``parts``: bytes by kind."""
+
+    size: int
+    position: str
+    parts: dict[str, int] = dataclasses.field(metadata=SIGNED)
+
+
+@dataclasses.dataclass(slots=True)
+class Segment:
+    """A stretch of the step: ``phase`` of ``block``. ``events``: (bytes, kind). ``payload_bytes``:
+    codecs read and write them for what they encode here. ``placed_bytes``: of payloads that get a
+    place here, and ``largest`` of one. ``changes``: on a device the allocations and releases
+    themselves, as :func:`gradckpt._planning.needed_memory.pairs` reads them.
+    """
+
+    phase: str
+    block: int | None
+    events: list[tuple[int, int]]
+    work: list[Work]
+    payload_bytes: int = 0
+    placed_bytes: int = 0
+    largest: int = 0
+    changes: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"))
+
+    @property
+    def name(self) -> str:
+        return self.phase if self.block is None else f"{self.phase} of layer {self.block}"
+
+
+def scaled(segments: Sequence[Segment], gradients: float) -> list[Segment]:
+    """Return the segments with gradients of other sizes: ``gradients`` of their bytes stay."""
+    if gradients == 1:
+        return list(segments)
+    return [resized(each, lambda size, kind: size * gradients if kind == GRADIENTS else size) for each in segments]
+
+
+def resized(segment: Segment, size_of: Callable[[int, int], float]) -> Segment:
+    """Return a segment, which is not condensed, with other bytes for each size and kind."""
+    events = [(round(size_of(size, kind)), kind) for size, kind in segment.events]
+    changes = segment.changes[:]
+    changes[::2] = array.array("q", [size for size, _ in events] if changes else [])
+    return dataclasses.replace(segment, events=events, changes=changes)
+
+
+def condensed(trace: StepTrace) -> StepTrace:
+    """Return a trace with the same peaks, a few events and the sum of the work in each segment."""
+    segments = [
+        dataclasses.replace(each, events=_condensed(each.events), work=[total(each.work)]) for each in trace.segments
+    ]
+    return StepTrace(segments, trace.data_dependent)
+
+
+def total(work: Sequence[Work]) -> Work:
+    """Return the sum of what operators compute and move."""
+    return Work(sum(each.flop for each in work), sum(each.bytes for each in work))
+
+
+def _condensed(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the sums of all events up to the highest point by kind, and of those after it."""
+    sizes = list(itertools.accumulate(size for size, _ in events))
+    end = sizes.index(max(sizes)) + 1 if max(sizes, default=0) > 0 else 0
+    found = []
+    for part in (events[:end], events[end:]):
+        sums = dict.fromkeys(range(len(KINDS)), 0)
+        for size, kind in part:
+            sums[kind] += size
+        found += sorted((size, kind) for kind, size in sums.items() if size)  # releases first
+    return found
+
+
+class _Up:
+    """How far a segment rises above its start, and its net, by kind."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.net = [0] * len(KINDS)
+        self.top = [0] * len(KINDS)
+        total = highest = 0
+        for size, kind in segment.events:
+            self.net[kind] += size
+            total += size
+            if total > highest:
+                highest, self.top = total, list(self.net)
+
+    def peak(self, before: Sequence[int]) -> Peak:
+        """Return its peak above what was alive before; what it adds, except gradients, is its
+        working set.
+        """
+        parts = dict(zip(KINDS, before, strict=True))
+        for kind, size in zip(KINDS, self.top, strict=True):
+            parts[kind if kind == KINDS[GRADIENTS] else KINDS[WORKING]] += size
+        return Peak(sum(before) + sum(self.top), self.segment.name, parts)
+
+
+@dataclasses.dataclass(slots=True)
+class StepTrace:
+    """One step. ``data_dependent``: sizes depended on which experts tokens choose. ``operators``:
+    those that ran. ``lift``: what the allocator needs beyond the peak; None: it was not asked yet.
+    ``ring``: bytes that a place takes of what the budget counts, and ``placed`` those of the
+    payloads in it.
+    """
+
+    segments: list[Segment]
+    data_dependent: bool
+    operators: int = 0
+    lift: int | None = None
+    ring: int = 0
+    placed: int = 0
+
+    def peaks(self) -> list[Peak]:
+        """Return the peak of each segment, in order."""
+        alive = [0] * len(KINDS)
+        found = []
+        for segment in self.segments:
+            up = _Up(segment)
+            found.append(up.peak(alive))
+            alive = [x + d for x, d in zip(alive, up.net, strict=True)]
+        return found
+
+    def peak(self) -> Peak:
+        """Return the highest peak, the first of equal ones."""
+        return max(self.peaks(), key=lambda peak: peak.size)
 
 
 def pairs(changes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -96,7 +243,7 @@ def with_own_storages(
         changes = array.array("q")
         events = []
         for k, ((size, storage), event) in enumerate(zip(pairs(segment.changes), segment.events, strict=True)):
-            if storage < 0 or not shorter.is_made(storage):  # or it was there before the step
+            if storage < 0 or storage not in shorter.made:  # or it was there before the step
                 changes.extend((size, -1) if storage < 0 else (0, -1))
                 events.append(event)
             elif size > 0:
@@ -137,35 +284,33 @@ class _Shorter:
             self.slots.append(slot)
             if each.block is not None:
                 self._at[slot, each.block] = i
-        self._made: dict[int, tuple[int, int]] = {}  # by storage: its segment, and the how manyth of its size
+        self.made: dict[
+            int, tuple[int, int]
+        ] = {}  # by storage that the step allocates: its segment, and the how manyth of its size
         for i, each in enumerate(segments):
             ordinals: Counter[int] = Counter()
             for size, storage in pairs(each.changes):
                 if size > 0 and storage >= 0:
-                    self._made.setdefault(storage, (i, ordinals[size]))
+                    self.made.setdefault(storage, (i, ordinals[size]))
                     ordinals[size] += 1
         self._numbers = [self._numbered(i) for i in range(len(segments))]
         self._of = [dict(each.values()) for each in self._numbers]
 
     def _offset(self, place: int, storage: int) -> int | None:
         """Return how many blocks after a segment's a storage was made; None: outside of them."""
-        own, maker = self._segments[place].block, self._segments[self._made[storage][0]].block
+        own, maker = self._segments[place].block, self._segments[self.made[storage][0]].block
         return None if own is None or maker is None else maker - own
-
-    def is_made(self, storage: int) -> bool:
-        """Return whether the step allocates a storage."""
-        return storage in self._made
 
     def is_of_neighbour(self, place: int, storage: int) -> bool:
         """Return whether a segment and that in which the storage was made are of blocks."""
-        return storage in self._made and self._offset(place, storage) is not None
+        return storage in self.made and self._offset(place, storage) is not None
 
     def _numbered(self, place: int) -> dict[int, tuple[Hashable, int]]:
         """Return, for each release of a neighbour's storage, the how manyth of its size it is."""
         counts: Counter[Hashable] = Counter()
         found: dict[int, tuple[Hashable, int]] = {}
         for k, (size, storage) in enumerate(pairs(self._segments[place].changes)):
-            if size < 0 and storage in self._made and (offset := self._offset(place, storage)):
+            if size < 0 and storage in self.made and (offset := self._offset(place, storage)):
                 found[k] = (offset, size, counts[offset, size]), storage
                 counts[offset, size] += 1
         return found
@@ -177,7 +322,7 @@ class _Shorter:
         if not self.is_of_neighbour(place, storage):
             return []
         offset = self._offset(place, storage)
-        by, number = self._made[storage]
+        by, number = self.made[storage]
         own, maker = self._segments[place].block, self._segments[by].block
         assert block is not None
         assert own is not None
@@ -192,6 +337,6 @@ class _Shorter:
             like = self._at.get((self.slots[place], own + (rounds if offset < 0 else -rounds)))
             other = self._of[like].get(self._numbers[place][k][0]) if like is not None else None
             if other is not None:
-                by, number = self._made[other]
+                by, number = self.made[other]
         near_key = self.slots[by], near, size, number
         return [own_key, near_key] if len(copies) == len(self._copies[maker]) == 1 else [near_key]

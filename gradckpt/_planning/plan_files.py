@@ -1,21 +1,124 @@
-"""What was measured for a plan, as its file carries it: :class:`SavedProfile`."""
+"""What a plan's file carries: :class:`SavedProfile`, what was measured for it; and plain data as
+dataclasses whose values were checked: :func:`read_record`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
 from gradckpt._engine import torch_private as private
-from gradckpt._planning.block_times import Cost
-from gradckpt._planning.options import Option
-from gradckpt._planning.plan_reader import UNBOUNDED, damaged
+from gradckpt._planning.options import Cost, Option, RegionCosts, find_option
+from gradckpt._planning.segments import UNBOUNDED
 
-__all__ = ["KnownPlan", "Measured", "SavedCosts", "SavedProfile", "inputs_noted", "parameters_of"]
+__all__ = [
+    "KnownPlan",
+    "Measured",
+    "SavedProfile",
+    "damaged",
+    "inputs_noted",
+    "parameters_of",
+    "read_record",
+]
+
+#: Numbers are smaller: the planner has 64 bits for bytes.
+_LIMIT = 2**63
+
+
+def read_record(kind: Any, data: Any, place: str = "") -> Any:
+    """Return the dataclass ``kind`` that plain data has: its fields that count in comparisons, by
+    their annotations.
+
+    Raises:
+        ValueError: The message begins with the name of a field, and says what is wrong with it.
+    """
+    if not isinstance(data, Mapping):
+        raise _wrong(place or "it", data, "an object")
+    fields = {each.name: each for each in dataclasses.fields(kind) if each.compare}
+    prefix = place and f"{place}."
+    for name in data:
+        if name not in fields:
+            raise damaged(prefix + str(name), "is unknown")
+    for name, each in fields.items():
+        if name not in data and each.default is each.default_factory is dataclasses.MISSING:
+            raise damaged(prefix + name, "is missing")
+    hints = _hints(kind)
+    given = [name for name in fields if name in data]
+    return kind(**{name: _read(hints[name], data[name], prefix + name, fields[name].metadata) for name in given})
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _read(kind: Any, value: Any, place: str, metadata: Mapping[str, Any]) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None else _read(inner[0], value, place, metadata)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise _wrong(place, value, "a list")
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) != len(value):
+            raise damaged(place, f"has {len(value)} values instead of {len(kinds)}")
+        return tuple(_read(k, x, f"{place}[{i}]", metadata) for i, (k, x) in enumerate(zip(kinds, value, strict=True)))
+    if origin is not None:
+        if not isinstance(value, Mapping):
+            raise _wrong(place, value, "an object")
+        return {key: _read(inner[1], x, f"{place}.{key}", metadata) for key, x in value.items()}
+    if kind is Option:
+        return _option(value, place)
+    if dataclasses.is_dataclass(kind):
+        return read_record(kind, value, place)
+    if kind in (int, float):
+        return _number(kind, value, place, metadata)
+    if type(value) is not kind:
+        raise _wrong(place, value, {str: "text", bool: "true or false"}[kind])
+    return value
+
+
+def _number(kind: type, value: Any, place: str, metadata: Mapping[str, Any]) -> Any:
+    signed = bool(metadata.get("signed"))
+    if type(value) is int or (kind is float and type(value) is float):
+        if (-_LIMIT if signed else 0) <= value < _LIMIT:
+            return value
+        if metadata.get("unbounded") and (math.isnan(value) or value == math.inf):
+            return value
+    what = "an integer" if kind is int else "a finite number"
+    raise _wrong(place, value, what if signed else f"{what} of at least 0")
+
+
+def _option(value: Any, place: str) -> Option:
+    if not isinstance(value, Mapping) or value.keys() != {"name", "rule"}:
+        raise _wrong(place, value, "an option with its name and rule")
+    name, rule = value["name"], value["rule"]
+    name_place, rule_place = f"{place}.name", f"{place}.rule"
+    if not isinstance(name, str):
+        raise _wrong(name_place, name, "text")
+    if rule != "skip" and not isinstance(rule, Mapping):
+        raise _wrong(rule_place, rule, '"skip" or an object')
+    try:
+        return find_option(name, rule)
+    except (TypeError, ValueError) as error:
+        raise damaged(rule_place, "is no option: " + str(error).removeprefix("gradckpt: ")) from None
+
+
+def _wrong(place: str, value: Any, expected: str) -> ValueError:
+    return damaged(place, f"is {reprlib.repr(value)}, not {expected}")
+
+
+def damaged(place: str, what: str) -> ValueError:
+    """Return the error of a field, to which who reads the plan adds where the plan is from."""
+    return ValueError(f"{place} {what}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +132,6 @@ class Measured:
     seconds: tuple[float, ...]
     errors: tuple[float, ...] = dataclasses.field(metadata=UNBOUNDED)
     weight: float | None
-
-    @property
-    def costs(self) -> list[Cost]:
-        """What each option costs."""
-        return list(map(Cost, self.seconds, self.errors))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +180,16 @@ class SavedProfile:
         """Return what was measured of a region."""
         return self.measured[self.regions[region]]
 
+    def costs_of(self, regions: Sequence[Module]) -> RegionCosts:
+        """Return the costs of regions, in the order of a plan's."""
+        return RegionCosts(
+            {
+                (id(region), option): Cost(seconds, error)
+                for i, region in enumerate(regions)
+                for option, seconds, error in zip(self.options, self.of(i).seconds, self.of(i).errors, strict=True)
+            }
+        )
+
     def check(self, names: Sequence[str], own: Sequence[str], options: Sequence[Option], like: Sequence[str]) -> None:
         """Check that this was measured in a step with these regions.
 
@@ -126,43 +234,6 @@ class SavedProfile:
             "regions": list(self.regions),
             "known": [dataclasses.asdict(each) for each in self.known],
         }
-
-    @classmethod
-    def of_regions(
-        cls,
-        step_seconds: float,
-        plain: int,
-        excess: int,
-        options: Sequence[Option],
-        regions: Sequence[Measured],
-        known: Sequence[KnownPlan],
-    ) -> SavedProfile:
-        """Return the profile of these regions, in the order of a plan's."""
-        distinct = {each: i for i, each in enumerate(dict.fromkeys(regions))}
-        return cls(
-            step_seconds,
-            plain,
-            excess,
-            tuple(options),
-            tuple(distinct),
-            tuple(distinct[each] for each in regions),
-            tuple(known),
-        )
-
-
-class SavedCosts:
-    """The costs of regions, in the order of a plan's, from its profile."""
-
-    def __init__(self, regions: Sequence[Module], saved: SavedProfile) -> None:
-        self._of = {
-            (id(region), option): cost
-            for i, region in enumerate(regions)
-            for option, cost in zip(saved.options, saved.of(i).costs, strict=True)
-        }
-
-    def of(self, block: Module, option: Option) -> Cost | None:
-        """Return the cost of a region in an option."""
-        return self._of.get((id(block), option))
 
 
 # ---- what regions are like
