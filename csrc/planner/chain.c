@@ -473,9 +473,9 @@ static int change_best(exchange *e, int64_t region, int64_t apart)
     return least < 0;
 }
 
-int gck_exchange(const gck_chain *chain, int64_t budget, int64_t error_budget, int64_t work, gck_solution *plan)
+int gck_exchange(const gck_chain *chain, int64_t budget, int64_t error_budget, int64_t reach, gck_solution *plan)
 {
-    const int64_t apart = gck_larger(work / chain->options, 1);
+    const int64_t apart = gck_larger(reach / chain->options, 1);
     exchange e = {.chain = chain, .plan = plan, .budget = budget, .error_left = error_budget - plan->error};
     int status = GCK_E_MEMORY, again = 1;
 

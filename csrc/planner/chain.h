@@ -132,8 +132,8 @@ typedef struct {
 } gck_solution;
 
 /* Change options until no change of one region or of two is faster within the budgets, at most a few
- * times for each region.  Two regions are at most `work` / options apart.  The plan stays within both
+ * times for each region.  Two regions are at most `reach` / options apart.  The plan stays within both
  * budgets, within which it is.  GCK_OK or GCK_E_MEMORY. */
-int gck_exchange(const gck_chain *chain, int64_t budget, int64_t error_budget, int64_t work, gck_solution *plan);
+int gck_exchange(const gck_chain *chain, int64_t budget, int64_t error_budget, int64_t reach, gck_solution *plan);
 
 #endif
