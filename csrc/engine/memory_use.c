@@ -2,7 +2,7 @@
 #include "engine/memory_use.h"
 
 #include "engine/int64_table.h"
-#include "planner/memory_trace.h"
+#include "planner/caching_allocator.h"
 
 #include <stdlib.h>
 #include <string.h>

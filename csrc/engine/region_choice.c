@@ -65,8 +65,13 @@ static int parse(choice *c, PyObject *args, PyObject *keywords)
         return -1;
     }
     c->has_budget = budget != Py_None;
-    if (c->has_budget && (c->budget = PyLong_AsLongLong(budget)) == -1 && PyErr_Occurred()) {
-        return -1;
+    if (c->has_budget) {
+        int beyond;                          /* -1 or 1: more than 64 bits decide as the least or the largest number */
+        c->budget = PyLong_AsLongLongAndOverflow(budget, &beyond);
+        if (c->budget == -1 && PyErr_Occurred()) {
+            return -1;
+        }
+        c->budget = beyond > 0 ? INT64_MAX : beyond < 0 ? INT64_MIN : c->budget;
     }
     const int64_t count = regions * options;
     if ((c->tables = malloc((size_t)(TABLES * count + 1) * sizeof *c->tables)) == NULL) {

@@ -1,4 +1,5 @@
-/* caching_allocator.h: the memory of a device as torch's caching allocator for CUDA hands it out.
+/* caching_allocator.h: what a sequence of allocations and releases needs of a device whose memory torch's
+ * caching allocator for CUDA hands out.
  *
  * The rules are those of torch 2.13 with its defaults: no max_split_size, no roundup_power2_divisions,
  * no garbage collection, no graph pools, and no block that another stream uses (record_stream).
@@ -24,29 +25,38 @@
 #ifndef GRADCKPT_CACHING_ALLOCATOR_H
 #define GRADCKPT_CACHING_ALLOCATOR_H
 
-#include "planner/block_order.h"
+#include "gradckpt.h"
 
-enum { GCK_MOST_STREAMS = 1 << 16 };
+/* Allocate `bytes` > 0 on a stream under a name from 0 on, or release (0) what has this name. */
+typedef struct {
+    int64_t bytes, name, stream;
+} gck_memory_change;
 
 typedef struct {
-    int64_t         capacity;                /* bytes that the device has for segments           */
-    int             expandable;
-    int64_t         allocated, reserved;     /* bytes of blocks in use, and of segments          */
-    int64_t         most_allocated, most_reserved;
-    gck_block      *blocks;                  /* malloc; unused ones are linked by `next`         */
-    int64_t         n, room;                 /* used so far, and allocated                       */
-    int32_t         unused;
-    gck_block_order free[2], unmapped[2];    /* by `small`; room for all blocks each; malloc     */
-    int64_t         end;                     /* of all addresses                                 */
-} gck_caching_allocator;
+    const gck_memory_change *changes;
+    int64_t                  n;
+    int                      expandable;     /* segments */
+} gck_memory_trace;
 
-void gck_caching_allocator_init(gck_caching_allocator *allocator, int64_t capacity, int expandable);
-void gck_caching_allocator_free(gck_caching_allocator *allocator);
+/* What happened with one capacity. */
+typedef struct {
+    int     completed;
+    int64_t requested, allocated, reserved;  /* the most at a time: of what was asked for, of blocks in use, of
+                                              * segments */
+} gck_memory_use;
 
-/* Allocate bytes, of which the sum of all is below 2**60, on a stream from 0 on: *block, or GCK_NO_BLOCK
- * if the capacity is too small.  GCK_OK or GCK_E_MEMORY. */
-int gck_allocate(gck_caching_allocator *allocator, int64_t bytes, int32_t stream, int32_t *block);
+/* GCK_OK; GCK_E_RANGE: a name is negative, not below n, allocated twice or released without having
+ * been allocated, a stream is negative or not below 2**16, bytes are negative or their sum reaches
+ * 2**60. */
+int gck_memory_trace_check(const gck_memory_trace *trace);
 
-void gck_release(gck_caching_allocator *allocator, int32_t block);
+/* Let a device of this capacity play a trace that was checked.  GCK_OK or GCK_E_MEMORY. */
+int gck_memory_trace_play(const gck_memory_trace *trace, int64_t capacity, gck_memory_use *use);
+
+/* Find the smallest capacity from which on the trace completes: with it, and with every larger one.
+ * *use is that of a capacity without limit.  One run tells what all capacities between the most that it
+ * had reserved and the least that it was refused do, so the search goes down from run to run, over every
+ * capacity: what a smaller one completes says nothing of those above it.  GCK_OK or GCK_E_MEMORY. */
+int gck_memory_trace_needed(const gck_memory_trace *trace, gck_memory_use *use, int64_t *needed);
 
 #endif

@@ -16,7 +16,7 @@
  *
  * While a region has at most `buckets` labels, all of them are kept and the front is exact; with
  * errors a label has its error, too.  After that labels are thinned to one per bucket of slack, and
- * with errors solved for some prices of error (priced_front.h).  A label holds true bytes and a true
+ * with errors solved for some prices of error.  A label holds true bytes and a true
  * error, so each remaining plan is realisable as it stands, and the one of fewest bytes always
  * remains; a lower bound says how far a plan may be from the best.
  *
@@ -31,16 +31,42 @@
 #ifndef GRADCKPT_PLANNER_H
 #define GRADCKPT_PLANNER_H
 
-#include "planner/front.h"
+#include "planner/chain.h"
 
 enum { GCK_LEAST_BUCKETS = 64, GCK_MOST_BUCKETS = 1 << 18 };
+enum { GCK_OCTAVES = 7, GCK_MOST_PASSES = 2 * GCK_OCTAVES + 5 };   /* of prices, on each side of the typical one */
+
+/* The option that a label takes, and the label of the next region that it extends. */
+typedef struct {
+    uint32_t from, option;
+} gck_step;
+
+/* All plans of a chain that are worth having, and how each was made. */
+typedef struct {
+    const gck_chain *chain;                  /* borrowed */
+    gck_sums         sums;
+    int64_t          buckets;
+    gck_option      *options;                /* of one region; malloc */
+    gck_labels       plans;                  /* of region 0; none if no budget is large enough */
+    gck_step       **passes[GCK_MOST_PASSES];/* of each region the steps of its labels, or NULL: those of pass 0;
+                                              * malloc, and so are all steps */
+    int              n_passes;
+    gck_labels       exact;                  /* the last labels of which none is missing */
+    int64_t          exact_from;             /* their region; 0: the front is exact      */
+    int64_t          range;                  /* the most bytes between two labels of a region */
+} gck_front;
 
 /* GCK_OK, GCK_E_RANGE or GCK_E_MEMORY; front is NULL unless GCK_OK.  The chain and its tables must
  * outlive the front. */
-int gck_front_new(const gck_chain *chain, int64_t buckets, gck_front **front);
+int  gck_front_new(const gck_chain *chain, int64_t buckets, gck_front **front);
+void gck_front_free(gck_front *front);       /* NULL: nothing */
 
 /* Find the fastest plan within both budgets, and a time below which there is none.  plan->choices
  * has room for all regions.  GCK_OK or GCK_E_MEMORY. */
 int gck_front_plan(gck_front *front, int64_t budget, int64_t error_budget, gck_solution *plan, int64_t *bound);
+
+/* The smallest budget for which there is a plan within the error budget: exact if the front is, or
+ * without errors; else sound.  GCK_UNAVAILABLE: none. */
+int64_t gck_front_least(const gck_front *front, int64_t error_budget);
 
 #endif

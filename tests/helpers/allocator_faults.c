@@ -1,7 +1,7 @@
 /* allocator_faults.c: the model of the caching allocator over a malloc that can be made to fail.
  *
  * For random traces each allocation fails in turn: the status says so, and nothing is left. */
-#include "planner/memory_trace.h"
+#include "planner/caching_allocator.h"
 
 #include "failing_malloc.h"
 

@@ -47,7 +47,7 @@ class Segment:
 class Allocator:
     """`capacity`: bytes for segments, None: no limit."""
 
-    SPACE = 20 * MIB << 20
+    SPACE = 20 * MIB << 38  #: addresses of an expandable segment: more than any trace fills
 
     def __init__(self, capacity=None, expandable=False):
         self.capacity = float("inf") if capacity is None else capacity

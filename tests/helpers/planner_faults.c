@@ -3,7 +3,6 @@
  * Solves random chains without and with errors, with few and many labels; for some, each allocation
  * fails in turn: the status then says so, and nothing is left.  Prints how many solves and faults
  * there were.  Built with sanitizers, csrc/planner with -Dmalloc=malloc_or_fail -Dfree=free_counted. */
-#include "planner/buckets.h"
 #include "planner/planner.h"
 
 #include "failing_malloc.h"
