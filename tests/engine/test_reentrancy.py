@@ -18,15 +18,14 @@ from torch.autograd.graph import saved_tensors_hooks
 import gradckpt
 
 
-@pytest.mark.parametrize("ck", CHECKPOINTS)
-def test_backwards_nested_deeper_than_one_thread_goes(ck):
+def test_backwards_nested_deeper_than_one_thread_goes():
     """From depth 60 on, torch runs a nested backward on another thread. After that no child of
     its process has a backward, which other tests need."""
-    alone(nest_deeply, ck)
+    alone(nest_deeply)
 
 
-def nest_deeply(name):
-    ck, threads = CHECKPOINTS[name], set()
+def nest_deeply():
+    threads = set()
 
     class Inner(torch.autograd.Function):
         @staticmethod
@@ -43,7 +42,7 @@ def nest_deeply(name):
                 return grad * grad_of(functools.partial(chain, ctx.depth - 1), x), None
 
     def chain(depth, t):
-        return ck(lambda u: Inner.apply(u.cos(), depth).sin() if depth else u.cos().sin(), t)
+        return gradckpt.checkpoint(lambda u: Inner.apply(u.cos(), depth).sin() if depth else u.cos().sin(), t)
 
     x = leaf(2) * 1e-3
     assert torch.isfinite(grad_of(functools.partial(chain, 70), x)).all()

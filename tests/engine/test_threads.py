@@ -138,7 +138,7 @@ class TwoSides:
 def one_task_two_threads(compress):
     for _ in range(20):
         two, x = TwoSides(), leaf(2048)
-        two.loss(x * 1, compress=compress or None).backward()
+        two.loss(x * 1, compress=compress).backward()
         assert len(two.threads) == 2
         assert two.runs == 2
         assert torch.equal(x.grad, grad_of(lambda t: 2 * t.sin().exp(), x))
@@ -175,20 +175,17 @@ needs_toy_device = pytest.mark.skipif(
 )
 
 
-@needs_toy_device
-@pytest.mark.parametrize("compress", ["", "raw"])
-def test_two_threads_of_one_backward_recompute_once(compress):
-    alone(one_task_two_threads, compress)
+def two_threads():
+    for compress in (None, "raw"):
+        one_task_two_threads(compress)
+    one_task_two_threads_and_the_first_fails()
+    one_group_many_tasks_two_threads()
 
 
 @needs_toy_device
-def test_second_thread_of_a_backward_goes_on_when_the_recompute_of_the_first_raises():
-    alone(one_task_two_threads_and_the_first_fails)
-
-
-@needs_toy_device
-def test_group_reaches_the_thread_of_the_device():
-    alone(one_group_many_tasks_two_threads)
+def test_two_threads_of_one_backward_recompute_once():
+    """Also when the first one's recompute raises, and in a group."""
+    alone(two_threads)
 
 
 @BOTH
