@@ -23,7 +23,6 @@ from selective_ways import (
     our_way,
     same,
     square,
-    theirs,
     torchs_contexts,
 )
 from selective_ways import _nothing_left_behind as _nothing_left_behind
@@ -227,36 +226,6 @@ def test_under_a_fake_mode(our_way):
         (grad,) = torch.autograd.grad(y.sum(), x)
     assert grad.shape == (8, 8)
     assert type(grad).__name__ == "FakeTensor"
-
-
-def test_a_fake_mode_inside_is_not_counted():
-    def region(t):
-        with FakeTensorMode() as mode:
-            fake = mode.from_tensor(torch.ones(8, 8))
-            torch.mm(fake, fake)
-        return (t @ t).sin()
-
-    x = leaf(8, 8)
-    pair_of = contexts([aten.mm.default])
-    got = gradients(lambda t: checkpoint(region, t, context_fn=lambda: pair_of), (x,))[1]
-    assert same(got, gradients(region, (x,))[1])
-    assert list(pair_of[0].storage[aten.mm.default]) == [0]
-
-
-@pytest.mark.parametrize("ck", [theirs, checkpoint], ids=["torchs checkpoint", "ours"])
-def test_a_compiled_block_whose_first_call_is_inside(ck):
-    torch._dynamo.reset()
-    block = torch.compile(lambda t, w: (t @ w).sin() @ w, backend="aot_eager")
-
-    def region(t, w):
-        return block((t @ w).exp(), w) @ w
-
-    inputs = leaf(4, 4), leaf(4, 4)
-    want = gradients(lambda t, w: ((t @ w).exp() @ w).sin() @ w @ w, inputs)[1]
-    for _ in range(2):
-        got = gradients(lambda *a: ck(region, *a, **kept([aten.mm.default])), inputs)[1]
-        torch.testing.assert_close(got, want)
-    torch._dynamo.reset()
 
 
 def test_torch_func_inside(our_way):
