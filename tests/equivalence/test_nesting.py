@@ -29,21 +29,6 @@ def test_depth(run, depth, early_stop):
     return y, x.grad
 
 
-@behaviour
-def test_children_in_a_loop_with_grandchildren(run):
-    def child(t, i):
-        return run.checkpoint(run.watched(torch.exp, f"grandchild {i}"), t.sin()) + t.cos()
-
-    def parent(t):
-        for i in range(3):
-            t = run.checkpoint(run.watched(child, f"child {i}"), t, i)
-        return t
-
-    x = leaf(3)
-    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
-    return x.grad
-
-
 @saves_inputs_alone
 @behaviour
 def test_inner_inputs_are_saved_by_the_parent_only(run):
