@@ -12,7 +12,6 @@ from checkout import HELPERS
 from compile_cases import (
     ASKS_POLICIES_BEFORE,
     IDS,
-    LAYERS,
     Net,
     assert_same,
     body,
@@ -35,17 +34,6 @@ from gradckpt._engine import selective
 from gradckpt._engine.selective import contexts_of
 
 # ---- with other parts of the library ----
-
-
-def test_apply():
-    model = Net(lambda layer, x: layer(x))
-    gradckpt.enable(model, None, modules={"layers.?": "int8"})
-    loss, grads = step(model)
-    graphs = Graphs()
-    got = step(model, graphs.compile(model))
-    assert torch.equal(got[0], loss)
-    assert_same(got[1], grads)
-    assert len(graphs.payloads) == LAYERS
 
 
 def test_sequential():
@@ -142,23 +130,6 @@ def test_a_policy_made_in_compiled_code_breaks_the_graph_and_one_made_outside_do
         return gradckpt.checkpoint(body, x * 2, w, policy=made)
 
     assert_same(gradients(graphs.compile(function), *inputs), gradients(function, *inputs))
-
-
-def test_discrete_results_are_kept():
-    """A router's choice of the forward is the choice of the recompute."""
-    graphs, inputs = Graphs(), (leaf(64, 64), weight())
-
-    def route(x, w):
-        best = (x @ w).topk(2, -1)
-        return x.gather(-1, best.indices).exp() * best.values
-
-    def function(x, w):
-        return gradckpt.checkpoint(route, x * 2, w, compress="int4")
-
-    assert_same(gradients(graphs.compile(function), *inputs), gradients(function, *inputs))
-    nodes = [node for m in graphs.backward for node in m.graph.nodes]
-    assert not [node for node in nodes if node.target is torch.ops.aten.topk.default]
-    assert len(graphs.payloads) == 1
 
 
 def test_a_compiled_block_in_an_eager_region():

@@ -63,12 +63,6 @@ def test_a_write_that_the_recompute_would_not_see_is_refused(name, fake_quantize
         gradient(ALIASES[name], hidden(), compress={"codec": "raw", "fake_quantize": fake_quantize})
 
 
-@pytest.mark.parametrize("name", ["a view", "a part", "transposed", "detached, so kept", "the third"])
-def test_uncompressed_it_is_torchs_error(name):
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        gradient(ALIASES[name], hidden(), compress=None)
-
-
 def test_the_next_call_is_unharmed():
     x = hidden()
     with pytest.raises(RuntimeError, match=REFUSED):
@@ -192,16 +186,3 @@ def test_an_argument_given_twice_is_one_object_in_both_runs(config, nested):
     assert set(seen) == {(True, True, True)}
     (want,) = torch.autograd.grad(attention(x, x, x)[0].sum(), x)
     assert torch.allclose(g, want, atol=0 if config == "raw" else 0.1 * want.abs().max())
-
-
-def test_a_write_to_an_argument_given_twice_is_seen_by_both():
-    def region(a, b):
-        a.mul_(2)
-        return (a + b).sin()
-
-    for config in ({"codec": "raw", "fake_quantize": False}, {"codec": "raw", "fake_quantize": True}):
-        x = torch.randn(40, 40, requires_grad=True)
-        h = x * 1
-        (g,) = torch.autograd.grad(gradckpt.checkpoint(region, h, h, compress=config).sum(), x)
-        h = x * 1
-        assert torch.equal(g, torch.autograd.grad(region(h, h).sum(), x)[0])

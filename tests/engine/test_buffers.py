@@ -248,13 +248,3 @@ def test_modes_of_the_recompute_do_not_see_the_copies():
         return log.names
 
     assert run("once") == run("torch")
-
-
-def test_selective_checkpointing():
-    def policy(ctx, op, *args, **kwargs):
-        save = op in (torch.ops.aten.addmm.default, torch.ops.aten.clone.default)
-        return torch_checkpoint.CheckpointPolicy.MUST_SAVE if save else torch_checkpoint.CheckpointPolicy.MUST_RECOMPUTE
-
-    contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, policy)
-    plain, ours = both(FORMS["module"], functools.partial(gradckpt.checkpoint, context_fn=contexts))
-    assert different(plain, ours) == []

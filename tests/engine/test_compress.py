@@ -1,6 +1,5 @@
 """gradckpt.checkpoint(compress=...): what is kept, what comes back, what it costs in exactness."""
 
-import dataclasses
 import gc
 import weakref
 from collections import namedtuple
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._pytree import register_dataclass
 
 import gradckpt
 from gradckpt import CompressionConfig
@@ -18,15 +16,6 @@ from gradckpt import CompressionConfig
 CODECS = [c for c in gradckpt.codecs.names() if "float32" in gradckpt.codecs.info(c)["dtypes"] and c != "sparse"]
 ALL = {"codec": "int8", "min_numel": 0}
 Pair = namedtuple("Pair", "a b")
-
-
-@dataclasses.dataclass
-class Point:
-    h: torch.Tensor
-    name: str
-
-
-register_dataclass(Point)
 
 
 @pytest.fixture(autouse=True)
@@ -110,29 +99,12 @@ def test_replay_recomputes_the_forward(codec, dtype):
     assert torch.allclose(x.grad, a.grad + 2 * b.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_nan_and_inf_stay():
-    x = activation(4, 512)
-    with torch.no_grad():
-        x[0, 0], x[1, 7], x[2, 9] = float("nan"), float("inf"), -float("inf")
-    seen = []
-    checkpoint(lambda h: seen.append(h.detach().clone()) or h.sin(), x).sum().backward()
-    special = ~torch.isfinite(seen[0])
-    assert torch.equal(seen[0][special].nan_to_num(7), seen[1][special].nan_to_num(7))
-    assert relative(seen[1][~special], seen[0][~special]) < 0.02
-
-
 # ---- what the recompute sees ----
 
 LAYOUTS = {
-    "plain": lambda: activation(6, 10),
     "one value": lambda: activation(),
     "empty": lambda: activation(4, 0, 3),
-    "transposed": lambda: activation(6, 10).t(),
-    "sliced": lambda: activation(6, 10)[:, ::2],
-    "offset": lambda: activation(40)[3:35].view(4, 8),
-    "expanded": lambda: activation(6, 1).expand(6, 5),
     "channels last": lambda: activation(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "permuted": lambda: activation(2, 3, 4).permute(2, 0, 1),
     "negated": lambda: torch.conj(activation(8, dtype=torch.complex64)).imag,
     "bf16": lambda: activation(130, dtype=torch.bfloat16),
     "fp16": lambda: activation(7, 19, dtype=torch.float16),
@@ -156,60 +128,6 @@ def test_restored_input_looks_like_the_original(layout, codec):
     want = torch.autograd.grad((x.sin() * x).sin().sum(), x)[0]
     assert torch.allclose(g.float(), want.float(), atol=0.5)
     assert (gradckpt.stats()["compressed"] == 0) == (layout == "negated")
-
-
-@pytest.mark.parametrize("fake_quantize", [False, True])
-def test_region_may_change_its_input(fake_quantize):
-    def fn(h):
-        h.mul_(2)
-        h.view(-1)[::2].add_(1)
-        return h.sin()
-
-    x = leaf(16, 32)
-    y = checkpoint(fn, x * 1, compress={"codec": "raw", "min_numel": 0, "fake_quantize": fake_quantize})
-    (g,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(g, torch.autograd.grad(fn(x * 1).sum(), x)[0])
-
-
-def test_grad_inside_a_region():
-    def fn(h):
-        (g,) = torch.autograd.grad(h.sin().sum(), h, create_graph=True)
-        return g.exp() * h
-
-    x = leaf(16, 16)
-    for fake_quantize in (False, True):
-        config = CompressionConfig("raw", min_numel=0, fake_quantize=fake_quantize)
-        (g,) = torch.autograd.grad(checkpoint(fn, x * 1, compress=config).sum(), x)
-        assert torch.equal(g, torch.autograd.grad(fn(x * 1).sum(), x)[0])
-
-
-@pytest.mark.parametrize("fake_quantize", [False, True])
-@pytest.mark.parametrize("inner", [None, "raw", "int8"])
-def test_nested_regions(inner, fake_quantize):
-    def outer(h, run):
-        h = run(lambda t: t.tanh() * t, h)  # the argument itself goes into the inner region
-        return run(lambda t: t.sin().exp(), h).cos()
-
-    def within(f, h):
-        return gradckpt.checkpoint(
-            f, h, compress=inner and {"codec": inner, "min_numel": 0, "fake_quantize": fake_quantize}
-        )
-
-    x = leaf(64, 64)
-    y = checkpoint(outer, x * 1, within, compress={"codec": "int8", "min_numel": 0, "fake_quantize": fake_quantize})
-    (g,) = torch.autograd.grad(y.sum(), x)
-    assert relative(g, torch.autograd.grad(outer(x * 1, lambda f, h: f(h)).sum(), x)[0]) < 0.05
-
-
-@pytest.mark.parametrize("backwards", [1, 3])
-def test_double_backward_and_retained_graph(backwards):
-    x = leaf(16, 16)
-    y = checkpoint(lambda h: h.sin() * h.exp(), x * 1, compress=CompressionConfig("raw", min_numel=0)).sum()
-    want = torch.autograd.grad((x.sin() * x.exp()).sum(), x, create_graph=True)[0]
-    for _ in range(backwards):
-        (g,) = torch.autograd.grad(y, x, create_graph=True)
-        assert torch.equal(g, want)
-        assert torch.equal(*(torch.autograd.grad(t.sum(), x, retain_graph=True)[0] for t in (g, want)))
 
 
 # ---- lifetimes ----
@@ -250,48 +168,13 @@ def test_deep_chain_is_freed_without_backward():
     assert gradckpt.stats()["live_bytes"] == 0
 
 
-def test_one_payload_serves_several_regions():
-    x = activation(32, 32)
-    ys = [checkpoint(torch.sin, x) for _ in range(3)]
-    assert (gradckpt.stats()["encoded"], gradckpt.stats()["shared"]) == (1, 2)
-    ys.append(checkpoint(torch.sin, x, compress="raw"))
-    assert gradckpt.stats()["encoded"] == 2
-    for y in ys:
-        y.sum().backward(retain_graph=True)
-
-
-@pytest.mark.parametrize("change", ["x.mul_(3)", "x.detach().mul_(3)", "x[0].zero_()", "x.data = x.data * 3"])
-def test_changed_input_is_encoded_again(change):
-    x, seen = activation(32, 32), []
-
-    def fn(h):
-        seen.append(h.detach().clone())
-        return h.sin()
-
-    ys = [checkpoint(fn, x, compress="raw")]
-    with torch.no_grad():
-        exec(change)
-    ys.append(checkpoint(fn, x, compress="raw"))
-    assert gradckpt.stats()["shared"] == 0
-    for i, y in enumerate(ys):
-        y.grad_fn._saved_self  # noqa: B018
-        assert torch.equal(seen[i], seen[-1])
-
-
-def test_view_with_another_shape_or_flag_is_not_shared():
+def test_a_tensor_with_another_flag_is_not_shared():
     config = {"codec": "raw", "min_numel": 0, "include": "floating"}
     x, w = torch.randn(8, 16), leaf(8, 16)
     checkpoint(torch.mul, x, w, compress=config)
     x.requires_grad_()
     checkpoint(torch.mul, x, w, compress=config).sum().backward()
     assert torch.equal(x.grad, w)
-    x = x.detach()
-    checkpoint(torch.sin, x, compress=config)
-    x.data = x.data.view(16, 8)
-    seen = []
-    y = checkpoint(lambda h, w: seen.append(h.shape) or h * w.view(16, 8), x, w, compress=config)
-    y.sum().backward()
-    assert seen == [(16, 8), (16, 8)]
 
 
 def test_payload_of_the_user_is_not_shared():
@@ -307,30 +190,6 @@ def test_payload_of_the_user_is_not_shared():
 
 
 # ---- what is compressed ----
-
-
-def test_containers_and_kwargs():
-    def fn(d, p, *, point, ls):
-        assert type(p) is Pair
-        assert type(point) is Point
-        assert (p.b, point.name, d["n"]) == ("s", "q", None)
-        return d["a"].sin() * p.a * point.h.exp() + ls[0][1]
-
-    parts = [leaf(8, 8) for _ in range(4)]
-
-    def arguments():
-        a, b, c, d = (t * 1 for t in parts)
-        return ({"a": a, "n": None}, Pair(b, "s")), {"point": Point(c, "q"), "ls": [(1, d)]}
-
-    args, kwargs = arguments()
-    y = checkpoint(fn, *args, **kwargs)
-    del args, kwargs
-    assert gradckpt.stats()["compressed"] == 4
-    args, kwargs = arguments()
-    plain = fn(*args, **kwargs)
-    assert torch.equal(y, plain)
-    for a, b in zip(torch.autograd.grad(y.sum(), parts), torch.autograd.grad(plain.sum(), parts), strict=True):
-        assert relative(a, b) < 0.03
 
 
 def test_container_without_activations_is_the_same_object():
@@ -417,27 +276,3 @@ def test_outer_hooks_see_the_payload():
     (g,) = torch.autograd.grad(y.sum(), x)
     assert seen == [(torch.uint8, 64 * 64), (torch.uint8, 64 * 64 // 64 + 64)]  # codes, scales
     assert relative(g, x.detach().cos()) < 0.02
-
-
-BACK = {
-    "float": lambda t: t.float(),
-    "short": lambda t: t[:1],
-    "meta": lambda t: t.to("meta"),
-    "strided": lambda t: torch.stack([t, t], 1)[:, 0],
-}
-
-
-@pytest.mark.parametrize("back", BACK)
-def test_outer_hooks_that_give_back_something_else(back):
-    """Refused, or understood; never read as something else."""
-    x = leaf(256, 256)
-    with saved_tensors_hooks(lambda t: t, BACK[back]):
-        y = checkpoint(torch.sin, x * 1, compress="raw")
-    try:
-        (g,) = torch.autograd.grad(y.sum(), x)
-    except RuntimeError as error:
-        if "gradckpt" not in str(error):
-            raise
-    else:
-        assert back not in ("short", "meta")
-        assert torch.equal(g, x.detach().cos())

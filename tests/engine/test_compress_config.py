@@ -1,7 +1,6 @@
 """The compress= argument, its config, proof of activity, and disorder: odd trees, interrupts."""
 
 import dataclasses
-import gc
 import json
 import logging
 import warnings
@@ -9,7 +8,6 @@ from collections import UserDict
 
 import pytest
 import torch
-from alarm import Alarm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_compress import ALL, CODECS, Pair, _fresh, activation, checkpoint, leaf  # noqa: F401
@@ -147,24 +145,3 @@ def test_any_tree_of_arguments(args, kwargs, fake_quantize):
             torch.autograd.grad(y, wanted, retain_graph=True), torch.autograd.grad(plain, wanted), strict=True
         ):
             assert torch.equal(a, b)
-
-
-@pytest.mark.filterwarnings("ignore::gradckpt.GradckptInactiveWarning")  # tracebacks keep inputs alive
-def test_interrupts_leave_no_hook_behind():
-    hits, x = 0, activation(16, 16)
-
-    def work():
-        for _ in range(20):
-            y = checkpoint(lambda h: checkpoint(torch.tanh, h.sin()).exp(), x)
-            torch.autograd.grad(y.sum(), x)
-        return "done"
-
-    gc.disable()  # an alarm within another library's gc callback would be reported, not raised
-    try:
-        with Alarm() as alarm:
-            while hits < 500:
-                hits += alarm.during(1e-5 + torch.rand(()).item() * 3e-4, work) is None
-                assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-                assert torch.is_grad_enabled()
-    finally:
-        gc.enable()

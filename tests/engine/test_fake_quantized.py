@@ -118,7 +118,7 @@ def backward(tree, kind):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_runs_again_repeats_the_forward(way):
-    for seed, kind in itertools.product(range(12), ("backward", "twice", "grad", "create_graph")):
+    for seed, kind in itertools.product(range(8), ("backward", "twice", "grad", "create_graph")):
         tree = Tree(seed, WAYS[way])
         backward(tree, kind)
         assert max(tree.runs.values()) > 1
@@ -337,30 +337,3 @@ def test_runs_are_as_many_as_with_torch(outer, early_stop, regions):
     theirs = count(functools.partial(torch_checkpoint.checkpoint, use_reentrant=False))
     assert count(functools.partial(gradckpt.checkpoint, compress=config("int8"))) == theirs
     assert theirs[0] == {"inner": regions, "outer": 1}
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_gradient_of_the_middle_one_of_three(early_stop):
-    def run(inner, middle):
-        x = torch.linspace(-1, 1, 512).view(SIZE).bfloat16().float().requires_grad_()
-
-        def innermost(t):
-            return t.sin().exp()
-
-        def mid(t):
-            return inner(innermost, t, early_stop=early_stop).cos()
-
-        def outer(t):
-            (g,) = torch.autograd.grad(middle(mid, t, early_stop=early_stop).sum(), t, create_graph=True)
-            return g * t
-
-        y = gradckpt.checkpoint(outer, x * 1, early_stop=early_stop)
-        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        g.sum().backward()
-        return g.detach(), x.grad
-
-    quantized = functools.partial(gradckpt.checkpoint, compress=config("bf16"))
-    theirs = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
-    # One node more on the way to t: its gradients are added up in another order.
-    torch.testing.assert_close(run(quantized, quantized), run(theirs, theirs), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(run(quantized, theirs), run(theirs, theirs), rtol=1e-5, atol=1e-6)

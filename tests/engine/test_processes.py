@@ -1,11 +1,11 @@
 """Processes: fork, and the end of the interpreter, with live regions."""
 
 import functools
+import os
 import sys
 import threading
 import time
 
-import pytest
 import torch
 from processes import WAIT, alone, in_child
 from torch.utils.checkpoint import GraphExecGroup
@@ -56,9 +56,13 @@ def fork_at(moment):
         in_child(lambda c=compress: check(step(c)))
 
 
-@pytest.mark.parametrize("moment", ["import", "forward", "backward"])
-def test_fork(moment):
-    alone(fork_at, moment)
+def fork_at_each_moment():
+    for moment in ("import", "forward", "backward"):
+        fork_at(moment)
+
+
+def test_fork():
+    alone(fork_at_each_moment)
 
 
 # ---- the end of the interpreter ----
@@ -100,9 +104,17 @@ def leave(what):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("what", ["live", "half done", "cycle", "atexit", "in a recompute", "in a wait"])
-def test_interpreter_ends_quietly_with_live_regions(what):
-    alone(leave, what)
+def leave_each():
+    """Each in a child, which ends as an interpreter does."""
+    for what in ("live", "half done", "cycle", "atexit", "in a recompute", "in a wait"):
+        child = os.fork()
+        if child == 0:
+            return leave(what)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, what
+
+
+def test_interpreter_ends_quietly_with_live_regions():
+    alone(leave_each)
 
 
 if __name__ == "__main__":

@@ -18,34 +18,14 @@ from torch.autograd.graph import saved_tensors_hooks
 import gradckpt
 
 
-@pytest.mark.parametrize("where", ["prehook", "hook", "tensor"])
-@BOTH
-def test_hook_that_differentiates_through_its_own_region(ck, where):
-    x, runs, inner = leaf(8), [], []
-    y = ck(lambda t: runs.append(1) or t.sin().exp().sin(), x)
-    loss = y.sum()
-
-    def hook(*_):
-        if len(inner) < 3:
-            inner.append(None)
-            inner.append(torch.autograd.grad(loss, x, retain_graph=True)[0])
-
-    {"prehook": y.grad_fn.register_prehook, "hook": y.grad_fn.register_hook, "tensor": y.register_hook}[where](hook)
-    loss.backward(retain_graph=True)
-    assert len(runs) == 1 + 1 + 3
-    want = grad_of(lambda t: t.sin().exp().sin(), x)
-    assert all(torch.equal(g, want) for g in [x.grad, *[g for g in inner if g is not None]])
-
-
-@pytest.mark.parametrize("ck", CHECKPOINTS)
-def test_backwards_nested_deeper_than_one_thread_goes(ck):
+def test_backwards_nested_deeper_than_one_thread_goes():
     """From depth 60 on, torch runs a nested backward on another thread. After that no child of
     its process has a backward, which other tests need."""
-    alone(nest_deeply, ck)
+    alone(nest_deeply)
 
 
-def nest_deeply(name):
-    ck, threads = CHECKPOINTS[name], set()
+def nest_deeply():
+    threads = set()
 
     class Inner(torch.autograd.Function):
         @staticmethod
@@ -62,7 +42,7 @@ def nest_deeply(name):
                 return grad * grad_of(functools.partial(chain, ctx.depth - 1), x), None
 
     def chain(depth, t):
-        return ck(lambda u: Inner.apply(u.cos(), depth).sin() if depth else u.cos().sin(), t)
+        return gradckpt.checkpoint(lambda u: Inner.apply(u.cos(), depth).sin() if depth else u.cos().sin(), t)
 
     x = leaf(2) * 1e-3
     assert torch.isfinite(grad_of(functools.partial(chain, 70), x)).all()

@@ -3,7 +3,6 @@ has it; all else is exact. What waits is found, or stays."""
 
 import gc
 import re
-import threading
 
 import pytest
 import torch
@@ -162,26 +161,6 @@ def test_what_is_listed_is_encoded_and_close(name):
         assert gradckpt.stats()["compressed"] > 0
         assert UNKNOWN not in kept()
         assert (got - exact).norm() <= 0.05 * exact.norm()
-
-
-@pytest.mark.parametrize("name", [*ROUNDED])
-def test_hostile_values_are_bearable(name):
-    """The error is at most 5 % of the incoming gradient times the largest derivative."""
-    x = torch.randn(64, 128)
-    rows = torch.logspace(-3, 3, 64)[torch.randperm(64)][:, None]
-    bound = {"linear": 6.4, "conv": 10.0, "mish": 1.1, "silu": 1.1, "gelu": 1.13}.get(name, 1.0)
-    for change in (x * 1e-3, x * 1e3, torch.where(x > 0, 60.0, -60.0) + x, x.round(), x * (x > 0), x * rows):
-        if name == "cube" and change.abs().max() > 100:
-            continue  # its gradients are not of the size of anything
-        exact, got = both(ROUNDED[name], change)
-        finite = exact.isfinite()
-        assert got[finite].isfinite().all()
-        error = (got[finite] - exact[finite]).norm()
-        size = max(1.0, float(change.abs().max()))
-        if name == "attention":  # of two keys with equal scores, whose weights round to any others
-            bound = max(1.0, 0.9 * 0.8 * size / (4 * 128**0.5))
-        largest = max(bound * size, float(exact[finite].abs().max()))
-        assert error <= 0.05 * 64 * largest
 
 
 @pytest.mark.parametrize("width", [32, 96, 192, 320])
@@ -598,25 +577,6 @@ def test_hooks_around_get_what_waits_at_the_end_of_the_block():
 
 
 @pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, torch.utils.checkpoint.checkpoint])
-def test_inside_a_region_the_recompute_packs_what_the_forward_packed(checkpoint):
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
-    x = activation(32, 64)
-
-    def with_block(t):
-        with compress_saved(SMALL):
-            return model(t)
-
-    exact = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
-    for inside in (with_block, compress_saved(SMALL)(model)):
-        y = checkpoint(inside, checkpoint(inside, x, use_reentrant=False), use_reentrant=False)
-        torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
-        y = checkpoint(inside, x, use_reentrant=False)
-        got = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
-        for g, e in zip(got, exact, strict=True):
-            assert (g - e).norm() < 0.05 * e.norm()
-
-
-@pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, torch.utils.checkpoint.checkpoint])
 @pytest.mark.parametrize("width", [16, 64, 128])
 def test_inside_a_region_the_forward_runs_once(checkpoint, width):
     """What backward needs is found out without asking the region for what it saved,
@@ -649,25 +609,3 @@ def test_inputs_of_regions_are_encoded():
         y = gradckpt.checkpoint(net, gradckpt.checkpoint(net, x))
     assert gradckpt.stats()["live_bytes"] == 2 * int8_bytes(x.shape)
     y.sum().backward()
-
-
-def test_each_thread_finds_its_own():
-    w = nn.Parameter(torch.randn(64, 64))
-    errors = []
-
-    def run():
-        for _ in range(20):
-            x = activation(32, 64)
-            y = compress_saved(SMALL)(lambda x=x: (x @ w).relu() @ w)()
-            (g,) = torch.autograd.grad(y.sum(), x)
-            (e,) = torch.autograd.grad(((x @ w).relu() @ w).sum(), x)
-            if not torch.equal(g, e):  # only the mask of relu matters to x
-                errors.append(float((g - e).norm()))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert kept() == {}

@@ -16,10 +16,8 @@ from saved_models import (
     Block,
     activation,
     fresh,  # noqa: F401 (a fixture of every test here)
-    gradients,
     int8_bytes,
     llama,
-    resnet,
     watch,
 )
 from torch import nn
@@ -161,47 +159,6 @@ def test_small_activations_are_checked_too():
 # ---- composition ----
 
 
-def test_backward_twice_and_freed():
-    x = torch.randn(64, 64, requires_grad=True)
-    with compress_saved(RAW):
-        y = (x * 1).sin().sum()
-    y.backward(retain_graph=True)
-    y.backward()
-    assert torch.equal(x.grad, 2 * x.detach().cos())
-    assert gradckpt.stats()["live_bytes"] == 0
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        y.backward()
-
-
-@pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_double_backward(codec):
-    x = torch.randn(64, 64, requires_grad=True)
-    w = nn.Parameter(torch.randn(64, 64) / 8)
-
-    def second(context):
-        with context:
-            h = F.silu(x * 1 @ w).square().relu()
-            (g,) = torch.autograd.grad((h * h).sum(), x, create_graph=True)
-            return torch.autograd.grad(g.square().sum(), [x, w])
-
-    expected = second(contextlib.nullcontext())
-    got = second(compress_saved({"codec": codec, "min_numel": 16}))
-    assert gradckpt.stats()["compressed"] > 5
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b) if codec == "raw" else (a - b).norm() < 0.05 * b.norm()
-
-
-def test_create_graph_after_the_block():
-    x = torch.randn(64, 64, requires_grad=True)
-    with compress_saved(RAW):
-        y = (x * 1).exp().sin().sum()
-    (g,) = torch.autograd.grad(y, x, create_graph=True)
-    (gg,) = torch.autograd.grad(g.sum(), x)
-    z = (x * 1).exp().sin().sum()
-    (h,) = torch.autograd.grad(z, x, create_graph=True)
-    assert torch.equal(gg, torch.autograd.grad(h.sum(), x)[0])
-
-
 def test_the_innermost_decides():
     x = activation(64, 64)
     with compress_saved(RAW), compress_saved(SMALL):
@@ -220,32 +177,6 @@ def test_the_innermost_decides():
         assert gradckpt.stats()["encoded"] == 0
         x.relu()
     assert gradckpt.stats()["encoded"] == 1
-
-
-def test_hooks_around_see_the_bytes():
-    seen = []
-
-    def pack(t):
-        seen.append((t.dtype, t.numel()))
-        return t.clone()
-
-    leaf = torch.randn(64, 64, requires_grad=True)
-    w = nn.Parameter(torch.randn(64, 64))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), compress_saved(SMALL), compress_saved(RAW):
-        y = (leaf * 1).sin() @ w
-    assert sorted(seen, key=str) == [(torch.float32, 64 * 64)] + [(torch.uint8, 64 * 64 * 4)] * 2
-    y.sum().backward()
-    expected = torch.autograd.grad(((leaf * 1).sin() @ w).sum(), [leaf, w])
-    assert torch.equal(leaf.grad, expected[0])
-    assert torch.equal(w.grad, expected[1])
-
-
-def test_save_on_cpu_around():
-    model, loss_of = resnet()
-    _, expected = gradients(model, loss_of, contextlib.nullcontext())
-    with save_on_cpu():
-        _, got = gradients(model, loss_of, compress_saved(RAW))
-    assert all(torch.equal(got[n], expected[n]) for n in got)
 
 
 @pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, torch.utils.checkpoint.checkpoint])
@@ -468,14 +399,14 @@ def test_nothing_is_left_behind(kind):
     def grown(config):
         gc.collect()
         before = sys.getallocatedblocks()
-        for _ in range(500):
+        for _ in range(200):
             kind(whole, x, config)
         return sys.getallocatedblocks() - before
 
     gc.disable()
     try:
         plain = max(grown(None) for _ in range(2))
-        assert min(grown(CONFIG) for _ in range(4)) < plain + 100  # free lists fill at first
+        assert min(grown(CONFIG) for _ in range(4)) < plain + 40  # free lists fill at first
         assert gradckpt.stats()["live_bytes"] == 0
     finally:
         gc.enable()

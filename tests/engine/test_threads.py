@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import WAIT, alone
 from python_callbacks import instead
-from test_processes import block, forward, grad_of, leaf
+from test_processes import grad_of, leaf
 from torch.utils.checkpoint import GraphExecGroup
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
@@ -138,7 +138,7 @@ class TwoSides:
 def one_task_two_threads(compress):
     for _ in range(20):
         two, x = TwoSides(), leaf(2048)
-        two.loss(x * 1, compress=compress or None).backward()
+        two.loss(x * 1, compress=compress).backward()
         assert len(two.threads) == 2
         assert two.runs == 2
         assert torch.equal(x.grad, grad_of(lambda t: 2 * t.sin().exp(), x))
@@ -175,20 +175,17 @@ needs_toy_device = pytest.mark.skipif(
 )
 
 
-@needs_toy_device
-@pytest.mark.parametrize("compress", ["", "raw"])
-def test_two_threads_of_one_backward_recompute_once(compress):
-    alone(one_task_two_threads, compress)
+def two_threads():
+    for compress in (None, "raw"):
+        one_task_two_threads(compress)
+    one_task_two_threads_and_the_first_fails()
+    one_group_many_tasks_two_threads()
 
 
 @needs_toy_device
-def test_second_thread_of_a_backward_goes_on_when_the_recompute_of_the_first_raises():
-    alone(one_task_two_threads_and_the_first_fails)
-
-
-@needs_toy_device
-def test_group_reaches_the_thread_of_the_device():
-    alone(one_group_many_tasks_two_threads)
+def test_two_threads_of_one_backward_recompute_once():
+    """Also when the first one's recompute raises, and in a group."""
+    alone(two_threads)
 
 
 @BOTH
@@ -378,55 +375,6 @@ def test_backwards_overtake_each_other_on_one_region():
 
 
 # ---- many threads ----
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["own model", "shared model"])
-def test_eight_threads_of_training_steps(shared):
-    steps = 12
-    models = (
-        [torch.nn.Sequential(block(), block())] * 8 if shared else [torch.nn.ModuleList([block()]) for _ in range(8)]
-    )
-    runs = [0] * 8
-    wrong = []
-
-    def counted(i):
-        def ck(function, *args):
-            def once(*a):
-                runs[i] += 1
-                return function(*a)
-
-            return gradckpt.checkpoint(once, *args, compress=[None, "raw"][i % 2])
-
-        return ck
-
-    def train(i):
-        generator = torch.Generator().manual_seed(i)
-        wanted = list(models[i].parameters())
-        for _ in range(steps):
-            x = torch.randn(80, 16, generator=generator, requires_grad=True)
-            mine = torch.autograd.grad(forward(counted(i), models[i], x), [x, *wanted])
-            plain = torch.autograd.grad(forward(lambda f, *a: f(*a), models[i], x), [x, *wanted])
-            wrong.extend(1 for a, b in zip(mine, plain, strict=True) if not torch.equal(a, b))
-
-    in_threads(*[functools.partial(train, i) for i in range(8)])
-    assert not wrong
-    # The recompute of the outer region ends where the inner one, whose input it has then, begins.
-    assert runs == [steps * len(models[0]) * (2 + 2)] * 8
-
-
-def test_backward_on_another_thread_than_the_forward():
-    x, seen = leaf(32, 32), []
-    model = torch.nn.ModuleList([block(32)])
-
-    def run(function, *args):
-        seen.append(threading.current_thread())
-        return function(*args)
-
-    losses = []
-    in_threads(lambda: losses.append(forward(lambda f, *a: gradckpt.checkpoint(run, f, *a), model, x)))
-    in_threads(losses[0].backward)  # the thread of the forward is gone
-    assert len(set(seen)) == 2
-    assert torch.equal(x.grad, grad_of(functools.partial(forward, lambda f, *a: f(*a), model), x))
 
 
 @pytest.mark.parametrize("where", ["forward", "recompute"])

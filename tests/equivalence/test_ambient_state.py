@@ -1,12 +1,75 @@
 """Grad mode, inference mode, default device and other modes: what the recompute runs under,
 and what it leaves."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from behaviours import behaviour, leaf
 from torch.utils.checkpoint import DefaultDeviceType
 from torchs_own import replays_devices
+
+
+@contextlib.contextmanager
+def setting(change, value, before):
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+def device(*names):
+    """Contexts in one another, the innermost last."""
+    stack = contextlib.ExitStack()
+    for name in names:
+        stack.enter_context(torch.device(name))
+    return stack
+
+
+#: The modes around the forward, and those around the backward.
+AROUND = {
+    "backward under no_grad": (contextlib.nullcontext, torch.no_grad),
+    "backward under inference mode": (contextlib.nullcontext, torch.inference_mode),
+    "device": (lambda: device("cpu"), lambda: device("meta")),
+    "another device": pytest.param(lambda: device("meta"), lambda: device("cpu"), marks=replays_devices),
+    "innermost device": (lambda: device("meta", "cpu"), contextlib.nullcontext),
+    "default device": pytest.param(
+        lambda: setting(torch.set_default_device, "meta", None), contextlib.nullcontext, marks=replays_devices
+    ),
+    "device of the backward": (contextlib.nullcontext, lambda: device("meta")),
+    "default dtype is not kept": (
+        contextlib.nullcontext,
+        lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
+    ),
+    "anomaly mode": (torch.autograd.detect_anomaly, torch.autograd.detect_anomaly),
+    "deterministic algorithms": (
+        lambda: setting(torch.use_deterministic_algorithms, True, False),
+        lambda: setting(torch.use_deterministic_algorithms, True, False),
+    ),
+}
+
+
+@pytest.mark.parametrize(("forward", "backward"), AROUND.values(), ids=AROUND)
+@behaviour
+def test_modes_around_forward_and_backward(run, forward, backward):
+    def fn(t):
+        run.log(torch.ones(1).device, torch.get_default_device(), torch.ones(1).dtype)
+        return t[torch.tensor([0, 0, 1], device="cpu")].sin().exp()
+
+    x = leaf(4)
+    with forward():
+        y = run.checkpoint(run.watched(fn), x)
+    loss = y.sum()
+    with backward():
+        run.log(torch.ones(1).device)
+        try:
+            loss.backward(torch.ones((), device="cpu", dtype=torch.float32))
+        except RuntimeError as e:
+            run.log(e)
+    return x.grad
+
 
 # ---- grad mode ----
 
@@ -18,52 +81,24 @@ def test_no_grad_around(run):
     return y
 
 
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad])
 @behaviour
-def test_no_grad_around_and_enabled_inside(run):
-    x = leaf(4)
+def test_grad_mode_changed_by_the_function(run, around):
+    """The region's result needs no grad mode of the caller's."""
 
     def fn(t):
         with torch.enable_grad():
-            return t.sin().exp()
+            y = t.sin()
+            torch.set_grad_enabled(False)
+            z = t.cos()
+            torch.set_grad_enabled(True)
+            return y.exp() * z
 
-    with torch.no_grad():
+    x = leaf(4)
+    with around():
         y = run.checkpoint(run.watched(fn), x)
     y.sum().backward()
     return y, x.grad
-
-
-@behaviour
-def test_no_grad_inside(run):
-    @torch.no_grad()
-    def part(t):
-        return t.sin().exp()
-
-    x = leaf(4)
-    run.checkpoint(run.watched(lambda t: part(t) * t.cos()), x).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_backward_under_no_grad(run):
-    x = leaf(4)
-    loss = run.checkpoint(run.watched(lambda t: t.sin().exp()), x).sum()
-    with torch.no_grad():
-        loss.backward()
-    return x.grad
-
-
-@behaviour
-def test_grad_mode_changed_by_the_function(run):
-    def fn(t):
-        y = t.sin()
-        torch.set_grad_enabled(False)
-        z = t.cos()
-        torch.set_grad_enabled(True)
-        return y.exp() * z
-
-    x = leaf(4)
-    run.checkpoint(run.watched(fn), x).sum().backward()
-    return x.grad
 
 
 @behaviour
@@ -95,19 +130,6 @@ def test_inference_mode_around(run):
 
 
 @behaviour
-def test_inference_mode_inside(run):
-    def fn(t):
-        with torch.inference_mode():
-            s = t.detach().sum()
-        run.log(s.is_inference())
-        return (t * float(s)).sin().exp()
-
-    x = leaf(4)
-    run.checkpoint(fn, x).sum().backward()
-    return x.grad
-
-
-@behaviour
 def test_inference_tensor_as_an_argument(run):
     with torch.inference_mode():
         c = torch.randn(4)
@@ -117,23 +139,18 @@ def test_inference_tensor_as_an_argument(run):
 
 
 @behaviour
-def test_inference_tensor_as_a_keyword(run):
+def test_inference_tensors_as_a_keyword_and_inside(run):
     with torch.inference_mode():
         c = torch.randn(4)
-    x = leaf(4)
-    run.checkpoint(run.watched(lambda t, *, c: t.sin() + c), x, c=c).sum().backward()
-    return x.grad
 
+    def fn(t, *, c):
+        with torch.inference_mode():
+            s = t.detach().sum()
+        run.log(s.is_inference())
+        return (t * float(s)).sin() + c
 
-@behaviour
-def test_backward_under_inference_mode(run):
     x = leaf(4)
-    loss = run.checkpoint(run.watched(lambda t: t.sin().exp()), x).sum()
-    with torch.inference_mode():
-        try:
-            loss.backward()
-        except RuntimeError as e:
-            run.log(e)
+    run.checkpoint(run.watched(fn), x, c=c).sum().backward()
     return x.grad
 
 
@@ -173,100 +190,31 @@ def test_symbolic_trace_around(run, traced):
 # ---- device ----
 
 
-@replays_devices
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@behaviour
-def test_device_context_of_the_forward_counts(run, device):
-    def fn(t):
-        run.log(torch.ones(1).device, torch.get_default_device())
-        return t.sin().exp()
-
-    x = leaf(4)
-    with torch.device(device):
-        y = run.checkpoint(fn, x)
-    with torch.device("meta" if device == "cpu" else "cpu"):
-        loss = y.sum()
-        loss.backward()
-        run.log(torch.ones(1).device)
-    return x.grad
-
-
-@behaviour
-def test_innermost_device_context_counts(run):
-    x = leaf(4)
-    with torch.device("meta"), torch.device("cpu"):
-        y = run.checkpoint(lambda t: run.log(torch.ones(1).device) or t.sin().exp(), x)
-    y.sum().backward()
-    return x.grad
-
-
-@replays_devices
-@behaviour
-def test_default_device(run):
-    x = leaf(4)
-    torch.set_default_device("meta")
-    try:
-        y = run.checkpoint(lambda t: run.log(torch.ones(1).device) or t.sin().exp(), x)
-    finally:
-        torch.set_default_device(None)
-    y.sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_no_device_context_in_the_forward_but_in_the_backward(run):
-    x = leaf(4)
-    y = run.checkpoint(lambda t: run.log(torch.ones(1).device) or t.sin().exp(), x).sum()
-    with torch.device("meta"):
-        y.backward(torch.ones((), device="cpu"))
-    return x.grad
-
-
 @behaviour
 def test_meta_tensors(run):
+    """Alone, and beside others in containers and keywords."""
     x = torch.randn(4, device="meta", requires_grad=True)
     y = run.checkpoint(run.watched(lambda t: F.dropout(t.sin()).exp()), x)
     y.sum().backward()
-    return y, x.grad
-
-
-@behaviour
-def test_meta_tensors_in_containers_and_keywords(run):
-    x, m = leaf(4), torch.randn(4, device="meta")
-    y = run.checkpoint(run.watched(lambda t, ms, *, m: F.dropout(t.sin()).exp()), x, [m, {"m": m}], m=m)
-    y.sum().backward()
-    return x.grad, torch.rand(2)
+    z, m = leaf(4), torch.randn(4, device="meta")
+    fn = run.watched(lambda t, ms, *, m: F.dropout(t.sin()).exp())
+    run.checkpoint(fn, z, [m, {"m": m}], m=m).sum().backward()
+    return y, x.grad, z.grad, torch.rand(2)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "meta", "xpu"])
 @behaviour
 def test_default_device_type(run, name):
     """torch.utils.checkpoint.DefaultDeviceType says whose state is kept when no argument does."""
-    before = DefaultDeviceType._default_device_type
-    DefaultDeviceType.set_device_type(name)
-    try:
-        x = leaf(16)
+    x = leaf(16)
+    with setting(DefaultDeviceType.set_device_type, name, DefaultDeviceType._default_device_type):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = run.checkpoint(run.watched(lambda t: F.dropout(t.sin()).exp()), x)
         y.sum().backward()
-    finally:
-        DefaultDeviceType._default_device_type = before
     return x.grad, torch.rand(2)
 
 
 # ---- other modes ----
-
-
-@behaviour
-def test_default_dtype_is_not_kept(run):
-    x = leaf(4)
-    y = run.checkpoint(lambda t: run.log(torch.ones(1).dtype) or t.sin().exp(), x)
-    torch.set_default_dtype(torch.float64)
-    try:
-        y.sum().backward()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return x.grad
 
 
 @behaviour
@@ -300,29 +248,9 @@ def test_profiler_record_names(run, reentrant):
 
 
 @behaviour
-def test_anomaly_mode(run):
-    x = leaf(4)
-    with torch.autograd.detect_anomaly():
-        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x)
-        y.sum().backward()
-    return x.grad
-
-
-@behaviour
 def test_anomaly_mode_finds_a_nan(run):
     def fn(t):
         return (t * 0).sqrt() * 0
 
     with torch.autograd.detect_anomaly(), run.error(RuntimeError, "returned nan values in its 0th output"):
         run.checkpoint(run.watched(fn), leaf(4)).sum().backward()
-
-
-@behaviour
-def test_deterministic_algorithms_flag(run):
-    torch.use_deterministic_algorithms(True)
-    try:
-        x = leaf(4)
-        run.checkpoint(lambda t: t[torch.tensor([0, 0, 1])].sin().exp(), x).sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return x.grad

@@ -1,7 +1,7 @@
 """What goes into a region and what comes out of it: torch's function and ours, side by side."""
 
 import functools
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -13,66 +13,6 @@ Pair = namedtuple("Pair", "a b")
 
 
 # ---- arguments ----
-
-
-@behaviour
-def test_positional_tensors(run):
-    x, w, b = leaf(4, 4), leaf(4, 4), leaf(4)
-    y = run.checkpoint(run.watched(lambda x, w, b: F.gelu(F.linear(x, w, b)).sin()), x, w, b)
-    y.sum().backward()
-    return y, x.grad, w.grad, b.grad
-
-
-@behaviour
-def test_arguments_that_are_no_tensors(run):
-    def fn(t, n, s, f, nothing, flag, o):
-        run.log(n, s, f.__name__, nothing, flag, o is marker)
-        return f(t).exp() * n
-
-    x, marker = leaf(4), object()
-    run.checkpoint(run.watched(fn), x, 3, "text", torch.sin, None, True, marker).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_keyword_tensors_get_gradients(run):
-    x, w = leaf(4, 4), leaf(4, 4)
-    y = run.checkpoint(run.watched(lambda t, *, w, k=1: (t @ w).sin().exp() * k), x, w=w, k=3)
-    y.sum().backward()
-    return y, x.grad, w.grad
-
-
-@behaviour
-def test_keywords_only(run):
-    x = leaf(4)
-    run.checkpoint(run.watched(lambda *, t: t.sin().exp()), t=x * 2).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_function_given_by_keyword(run):
-    x = leaf(4)
-    run.bare(function=lambda t: t.sin().exp(), t=x, use_reentrant=False).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_no_arguments_at_all(run):
-    x = leaf(4)
-    run.checkpoint(run.watched(lambda: x.sin().exp())).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_containers_hold_tensors(run):
-    x, y, z = leaf(4), leaf(4), leaf(4)
-
-    def fn(d, pair, items):
-        return (d["x"] * pair.b).sin().exp() + items[1][0].tanh()
-
-    out = run.checkpoint(run.watched(fn), OrderedDict(x=x * 1), Pair(None, y), [0, (z,)])
-    out.sum().backward()
-    return x.grad, y.grad, z.grad
 
 
 @behaviour
@@ -125,21 +65,6 @@ def test_identity_and_metadata_of_an_argument(run, kind):
     return y
 
 
-@behaviour
-def test_same_tensor_twice(run):
-    x = leaf(4)
-    run.checkpoint(lambda a, b: run.log(a is b) or (a * b).sin() * a, x, x).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_input_kept_without_gradient(run):
-    x, w = leaf(4, 4).detach(), leaf(4, 4)
-    y = run.checkpoint(run.watched(lambda t: (t @ w).sin().exp()), x)
-    y.sum().backward()
-    return y, w.grad, x.grad
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 @behaviour
 def test_dtypes(run, dtype):
@@ -155,30 +80,6 @@ def test_shapes(run, shape):
     x = leaf(*shape)
     run.checkpoint(run.watched(lambda t: t.sin().exp().tanh()), x).sum().backward()
     return x.grad
-
-
-@behaviour
-def test_integer_and_bool_tensors(run):
-    x, index, mask = leaf(4, 4), torch.tensor([3, 0, 0]), torch.tensor([True, False, True])
-    run.checkpoint(run.watched(lambda t, i, m: t[i][m].exp().sin()), x, index, mask).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_sparse_and_strided_arguments(run):
-    x, s = leaf(4, 6), torch.eye(6).to_sparse()
-    run.checkpoint(lambda t, s: torch.sparse.mm(s, t.t()).sin().exp(), x[:, ::1], s).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_a_partial_gradient(run):
-    """Of two arguments only one needs a gradient; of two results only one is used."""
-    x, y = leaf(4), leaf(4).detach()
-    a, b = run.checkpoint(run.watched(lambda x, y: (x.sin() * y, (y * 2).exp())), x, y)
-    run.log(a, b)
-    a.sum().backward()
-    return x.grad, y.grad
 
 
 # ---- functions ----
@@ -251,23 +152,6 @@ def test_training_flag_at_the_recompute(run):
     return x.grad
 
 
-@behaviour
-def test_parameter_used_inside_and_outside(run):
-    w, x = leaf(4, 4), leaf(4, 4)
-    w.register_hook(lambda g: run.log("gradient", g))
-    y = run.checkpoint(lambda t: (t @ w).sin().exp(), x)
-    (y @ w).sum().backward()
-    return x.grad, w.grad
-
-
-@behaviour
-def test_gradients_accumulate_over_steps(run):
-    block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
-    for _ in range(3):
-        run.checkpoint(block, torch.randn(2, 4)).pow(2).sum().backward()
-    return [p.grad for p in block.parameters()]
-
-
 # ---- results ----
 
 
@@ -302,47 +186,7 @@ def test_results_pass_unchanged(run, kind):
     return y, x.grad
 
 
-@behaviour
-def test_result_changed_in_place(run):
-    x = leaf(4)
-    y = run.checkpoint(lambda t: t.sin() * 2, x)
-    y.mul_(3).exp_()
-    y.sum().backward()
-    return y, x.grad
-
-
-@behaviour
-def test_in_place_on_what_the_region_made(run):
-    def fn(t):
-        y = t * 2
-        y.add_(1).sin_()
-        y[1:] = y[:-1].clone() * 2
-        return y * t
-
-    x = leaf(4)
-    run.checkpoint(run.watched(fn), x).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_views_and_chunks(run):
-    x = leaf(4, 6)
-    y = run.checkpoint(lambda t: torch.cat([c.sin() * c for c in t.t().chunk(3)]).unfold(0, 2, 1).exp(), x)
-    run.log(tuple(y.stride()), y.storage_offset())
-    y.sum().backward()
-    return x.grad
-
-
 # ---- keywords ----
-
-
-@pytest.mark.parametrize("value", [True, False, 1, 0, None])
-@behaviour
-def test_preserve_rng_state(run, value):
-    x = leaf(8, 8)
-    y = run.checkpoint(run.watched(lambda t: F.dropout(t.sin(), 0.5).exp()), x, preserve_rng_state=value)
-    y.sum().backward()
-    return y, x.grad, torch.rand(2)
 
 
 @pytest.mark.parametrize("value", ["default", "none"])
@@ -353,20 +197,23 @@ def test_determinism_check(run, value):
     return x.grad
 
 
-@pytest.mark.parametrize("value", [0, "", ()])
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("use_reentrant", (0, "", ())),
+        ("early_stop", (0, 1, None, "yes")),
+        ("preserve_rng_state", (True, False, 1, 0, None)),
+    ],
+)
 @behaviour
-def test_use_reentrant_is_asked_for_its_truth(run, value):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t, *, k: t.sin().exp() * k), x, k=2, use_reentrant=value)
-    y.sum().backward()
-    return y, x.grad
-
-
-@pytest.mark.parametrize("value", [0, 1, None, "yes"])
-@behaviour
-def test_early_stop_is_asked_for_its_truth(run, value):
-    x = leaf(4)
-    run.checkpoint(run.watched(lambda t: t.sin().exp() + 1), x, early_stop=value).sum().backward()
+def test_options_are_asked_for_their_truth(run, option, values):
+    x = leaf(8, 8)
+    for value in values:
+        y = run.checkpoint(
+            run.watched(lambda t, *, k: F.dropout(t.sin() * k, 0.5).exp() + 1), x, k=2, **{option: value}
+        )
+        y.sum().backward()
+        run.log(y, torch.rand(2))
     return x.grad
 
 
@@ -381,11 +228,4 @@ def test_unknown_keywords_go_to_the_function(run):
         return t.sin().exp()
 
     run.checkpoint(fn, x, compress="int8", policy="greedy", buffers="all", other=1).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_keyword_that_the_function_calls_function(run):
-    x = leaf(4)
-    run.checkpoint(lambda t, determinism=1: t.sin().exp() * determinism, x, determinism=4).sum().backward()
     return x.grad

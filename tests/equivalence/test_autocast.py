@@ -52,34 +52,6 @@ def test_autocast_of_the_forward_counts(run, forward, backward):
     return y, x.grad, w.grad
 
 
-@behaviour
-def test_autocast_inside(run):
-    def fn(t, w):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = (t @ w).sin()
-            with torch.autocast("cpu", enabled=False):
-                z = y.float() @ w
-            return (y @ w + z).exp()
-
-    x, w = leaf(4, 4), leaf(4, 4)
-    run.checkpoint(run.watched(fn), x, w).sum().backward()
-    return x.grad, w.grad
-
-
-@behaviour
-def test_autocast_around_nested_regions(run):
-    def outer(t, w):
-        y = run.checkpoint(matmul(run), t, w)
-        with torch.autocast("cpu", enabled=False):
-            return run.checkpoint(matmul(run), y.float(), w)
-
-    x, w = leaf(4, 4), leaf(4, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = run.checkpoint(outer, x, w)
-    y.sum().backward()
-    return x.grad, w.grad
-
-
 @pytest.mark.parametrize("cache", [True, False])
 @behaviour
 def test_autocast_cast_of_a_weight_is_cached_across_regions(run, cache):

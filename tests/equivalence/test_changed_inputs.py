@@ -118,29 +118,3 @@ def test_keyword_changed_by_the_function_is_changed_again(run):
     y = run.checkpoint(run.watched(lambda t, *, c: (t.sin() * c.add_(1).clone()).exp()), x, c=c)
     y.sum().backward()
     return c, x.grad
-
-
-@behaviour
-def test_leaf_changed_in_place_inside(run):
-    with run.error(RuntimeError, "a leaf Variable that requires grad"):
-        run.checkpoint(run.watched(lambda t: t.add_(1)), leaf(4))
-
-
-@behaviour
-def test_weight_changed_between(run):
-    """An optimizer step between forward and backward: parameters in the closure are not watched."""
-    x, w = leaf(4, 4), leaf(4, 4)
-    y = run.checkpoint(run.watched(lambda t: (t @ w).sin().exp()), x)
-    with torch.no_grad():
-        w.add_(1)
-    y.sum().backward()
-    return x.grad, w.grad
-
-
-@behaviour
-def test_result_changed_that_the_region_needs(run):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t: t.exp()), x)
-    y.add_(1)
-    y.sum().backward()
-    return x.grad

@@ -55,39 +55,6 @@ def test_order_of_events(run):
 
 
 @behaviour
-def test_whole_recompute_leaves_the_context_without_an_exception(run):
-    x = leaf(4)
-    run.checkpoint(run.watched(lambda t: t.sin() + 1), x, context_fn=pair(run), early_stop=False).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_one_pair_serves_every_backward(run):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x, context_fn=pair(run))
-    for _ in range(3):
-        y.sum().backward(retain_graph=True)
-    return x.grad
-
-
-@behaviour
-def test_one_call_per_region_and_nested(run):
-    x = leaf(4)
-
-    def outer(t):
-        return run.checkpoint(run.watched(torch.exp, "inner"), t.sin(), context_fn=pair(run)).cos()
-
-    run.checkpoint(run.watched(outer, "outer"), x, context_fn=pair(run)).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_no_grad_makes_the_contexts_and_does_not_enter_them(run):
-    with torch.no_grad():
-        return run.checkpoint(run.watched(torch.sin), leaf(4), context_fn=pair(run))
-
-
-@behaviour
 def test_contexts_see_the_hooks_of_the_region(run):
     """The region's hooks are in place before its forward context is entered."""
     x = leaf(4)
@@ -106,33 +73,6 @@ def test_contexts_see_the_hooks_of_the_region(run):
     return x.grad
 
 
-@behaviour
-def test_the_same_context_twice(run):
-    x, both = leaf(4), Noted(run, "both")
-    run.checkpoint(run.watched(lambda t: t.sin().exp()), x, context_fn=lambda: (both, both)).sum().backward()
-    return x.grad
-
-
-@pytest.mark.parametrize("mode", ["autocast", "no_grad", "device"])
-@behaviour
-def test_contexts_of_torch(run, mode):
-    make = {
-        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-        "no_grad": torch.no_grad,
-        "device": lambda: torch.device("cpu"),
-    }[mode]
-
-    def fn(t):
-        run.log(torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-        return (t @ t).float().sin().exp()
-
-    x = leaf(4, 4)
-    y = run.checkpoint(fn, x, context_fn=lambda: (make(), make()))
-    if y.requires_grad:
-        y.sum().backward()
-    return y, x.grad
-
-
 # ---- exceptions ----
 
 
@@ -145,21 +85,6 @@ def test_forward_exception_reaches_the_context(run):
 
     with run.error(KeyError):
         run.checkpoint(fn, leaf(4), context_fn=pair(run))
-
-
-@behaviour
-def test_recompute_exception_reaches_the_context(run):
-    calls = []
-
-    def fn(t):
-        calls.append(1)
-        if len(calls) > 1:
-            raise KeyError("from the recompute")
-        return t.sin().exp()
-
-    y = run.checkpoint(fn, leaf(4), context_fn=pair(run))
-    with run.error(KeyError):
-        y.sum().backward()
 
 
 @tells_contexts
@@ -249,13 +174,6 @@ def test_context_fn_none_is_called_like_any_other(run):
         run.checkpoint(torch.sin, leaf(4), context_fn=None)
 
 
-@behaviour
-def test_noop_context_fn(run):
-    x = leaf(4)
-    run.checkpoint(run.watched(torch.exp), x, context_fn=torch_checkpoint.noop_context_fn).sum().backward()
-    return x.grad
-
-
 # ---- dispatch modes ----
 
 
@@ -313,14 +231,3 @@ def test_selective_contexts_of_torch(run, policy):
     y = run.checkpoint(run.watched(lambda t: ((t @ w).sin() @ w).exp()), x, context_fn=context_fn)
     y.sum().backward()
     return y, x.grad, w.grad
-
-
-@behaviour
-def test_selective_contexts_may_not_be_used_twice(run):
-    x = leaf(4, 4)
-    make = torch_checkpoint.create_selective_checkpoint_contexts
-    y = run.checkpoint(lambda t: (t @ t).sin().exp(), x, context_fn=lambda: make([torch.ops.aten.mm.default]))
-    y.sum().backward(retain_graph=True)
-    with run.error(RuntimeError, "Trying to backward an extra time"):
-        y.sum().backward()
-    return x.grad

@@ -30,24 +30,19 @@ def fails(run, first, again, enabled=None, **options):
     run.log(caught.value.__cause__)
 
 
+DIFFERENT = {
+    "fewer": (lambda t: t.sin().exp().tanh(), lambda t: t.sin() + 1, {}),
+    "more": (lambda t: t.sin().exp(), lambda t: t.sin().exp().tanh(), {"early_stop": False}),
+    "shapes": (lambda t: (t @ t).exp().sin(), lambda t: (t @ t[:, :2]).exp().sin(), {}),
+    "in place and constants": (lambda t: (t * 2).add_(1).exp().view(-1).sin(), lambda t: (t * 2).exp(), {}),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
 @behaviour
-def test_log_when_fewer_are_saved(run):
-    fails(run, lambda t: t.sin().exp().tanh(), lambda t: t.sin() + 1, debug=True)
-
-
-@behaviour
-def test_log_when_more_are_saved(run):
-    fails(run, lambda t: t.sin().exp(), lambda t: t.sin().exp().tanh(), debug=True, early_stop=False)
-
-
-@behaviour
-def test_log_when_shapes_differ(run):
-    fails(run, lambda t: (t @ t).exp().sin(), lambda t: (t @ t[:, :2]).exp().sin(), debug=True)
-
-
-@behaviour
-def test_log_of_in_place_operators_and_constants(run):
-    fails(run, lambda t: (t * 2).add_(1).exp().view(-1).sin(), lambda t: (t * 2).exp(), debug=True)
+def test_log_when_saved_tensors_differ(run, name):
+    first, again, options = DIFFERENT[name]
+    fails(run, first, again, debug=True, **options)
 
 
 @pytest.mark.parametrize("argument", [True, False])

@@ -135,15 +135,6 @@ def test_difference_buffers():
     assert batches_seen(gradckpt.checkpoint) == 1
 
 
-@compat
-def test_running_statistics_are_torchs_in_its_place(run):
-    block, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()), leaf(8, 4)
-    for reentrant in (False, True):
-        run.checkpoint(block, x, use_reentrant=reentrant).sum().backward()
-        run.log(dict(block.named_buffers()))
-    return x.grad, [p.grad for p in block.parameters()]
-
-
 @behaviour
 def test_gradients_do_not_depend_on_the_difference_in_buffers(run):
     block, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()), leaf(8, 4)

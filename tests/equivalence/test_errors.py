@@ -248,14 +248,6 @@ def test_recompute_that_differs(run, name, check, early_stop):
 
 
 @behaviour
-def test_error_of_a_mismatch_comes_again(run):
-    y = run.checkpoint(changing(run, "fewer"), leaf(4))
-    for _ in range(2):
-        with run.error(CheckpointError):
-            y.sum().backward(retain_graph=True)
-
-
-@behaviour
 def test_mismatch_in_what_was_freed_is_not_looked_at(run):
     first, x = [True], leaf(4)
 

@@ -1,10 +1,7 @@
 """Regions in regions: who recomputes when, and what each level saves."""
 
-import contextlib
-
 import pytest
 import torch
-import torch.nn.functional as F
 from behaviours import behaviour, leaf
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
@@ -30,85 +27,6 @@ def test_depth(run, depth, early_stop):
     y = tower(run, depth, early_stop=early_stop)(x)
     y.sum().backward()
     return y, x.grad
-
-
-@pytest.mark.parametrize("depth", [2, 3])
-@behaviour
-def test_second_backward_of_a_tower(run, depth):
-    x = leaf(3)
-    y = tower(run, depth)(x)
-    y.sum().backward(retain_graph=True)
-    run.log("again")
-    y.sum().backward()
-    return x.grad
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@behaviour
-def test_double_backward_of_a_tower(run, early_stop):
-    x = leaf(3)
-    y = tower(run, 2, early_stop=early_stop)(x)
-    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    run.log("second")
-    return g, torch.autograd.grad(g.exp().sum(), x)
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@behaviour
-def test_two_children(run, early_stop):
-    def parent(t):
-        a = run.checkpoint(run.watched(torch.sin, "first"), t.tanh(), early_stop=early_stop)
-        b = run.checkpoint(run.watched(lambda u: u.cos().exp(), "second"), a, early_stop=early_stop)
-        return a * b
-
-    x = leaf(3)
-    y = run.checkpoint(run.watched(parent, "parent"), x, early_stop=early_stop)
-    y.sum().backward()
-    return y, x.grad
-
-
-@behaviour
-def test_children_in_a_loop_with_grandchildren(run):
-    def child(t, i):
-        return run.checkpoint(run.watched(torch.exp, f"grandchild {i}"), t.sin()) + t.cos()
-
-    def parent(t):
-        for i in range(3):
-            t = run.checkpoint(run.watched(child, f"child {i}"), t, i)
-        return t
-
-    x = leaf(3)
-    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_things_that_are_no_tensors_go_in_and_out_of_a_child(run):
-    def child(n, f, t, s):
-        return f(t).exp() * n, s + "!", None
-
-    def parent(t, s):
-        y, s, nothing = run.checkpoint(run.watched(child, "child"), 3, torch.sin, t.tanh(), s)
-        run.log(s, nothing)
-        return y.cos(), s
-
-    x = leaf(3)
-    y, s = run.checkpoint(run.watched(parent, "parent"), x, "text")
-    y.sum().backward()
-    return s, x.grad
-
-
-@behaviour
-def test_keyword_tensors_of_a_child(run):
-    def child(t, *, w):
-        return (t @ w).sin()
-
-    def parent(t, *, w):
-        return run.checkpoint(run.watched(child, "child"), t.exp(), w=w.tanh()) * w
-
-    x, w = leaf(3, 3), leaf(3, 3)
-    run.checkpoint(run.watched(parent, "parent"), x, w=w).sum().backward()
-    return x.grad, w.grad
 
 
 @saves_inputs_alone
@@ -190,23 +108,6 @@ def test_compositions_of_checkpoint_and_grad(run, shape, fn, early_stop):
     return y, x.grad
 
 
-@pytest.mark.parametrize("retain", [True, False])
-@pytest.mark.parametrize("early_stop", [True, False])
-@behaviour
-def test_backward_inside_a_nested_region(run, early_stop, retain):
-    def inner(t):
-        y = t.sin().exp()
-        (g,) = torch.autograd.grad(y.sum(), t, retain_graph=retain)
-        return t.cos() * g
-
-    def outer(t):
-        return run.checkpoint(run.watched(inner, "inner"), t.tanh(), early_stop=early_stop).exp()
-
-    x = leaf(3)
-    run.checkpoint(run.watched(outer, "outer"), x, early_stop=early_stop).sum().backward()
-    return x.grad
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
 @behaviour
 def test_backward_inside_and_a_recompute_that_differs(run, early_stop):
@@ -225,18 +126,6 @@ def test_backward_inside_and_a_recompute_that_differs(run, early_stop):
         y.sum().backward()
     except (RuntimeError, AssertionError) as e:
         run.log("error", e)
-    return x.grad
-
-
-@behaviour
-def test_backward_through_a_finished_child_inside_the_parent(run):
-    def parent(t):
-        y = run.checkpoint(run.watched(lambda u: u.sin().exp(), "child"), t.tanh())
-        (g,) = torch.autograd.grad(y.sum(), t, retain_graph=True)
-        return y * g
-
-    x = leaf(3)
-    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
     return x.grad
 
 
@@ -290,74 +179,6 @@ def test_node_hook_that_differentiates_the_same_region(run):
 
 
 # ---- mixtures ----
-
-
-@pytest.mark.parametrize("outer", [True, False])
-@pytest.mark.parametrize("inner", [True, False])
-@behaviour
-def test_kinds_nest_in_each_other(run, outer, inner):
-    def child(t):
-        return F.dropout(t.sin(), 0.5).exp()
-
-    def parent(t):
-        return run.checkpoint(run.watched(child, "child"), t.tanh(), use_reentrant=inner).cos()
-
-    x = leaf(4)
-    y = run.checkpoint(run.watched(parent, "parent"), x * 1, use_reentrant=outer)
-    y.sum().backward()
-    return y, x.grad
-
-
-@behaviour
-def test_dropout_at_every_level(run):
-    def level(t, d):
-        t = F.dropout(t, 0.3)
-        if d:
-            t = run.checkpoint(run.watched(level, f"level {d}"), t.sin(), d - 1) * F.dropout(t, 0.5)
-        return t.exp()
-
-    x = leaf(16)
-    y = run.checkpoint(level, x, 3)
-    y.sum().backward()
-    return y, x.grad, torch.rand(2)
-
-
-@behaviour
-def test_inner_region_under_no_grad(run):
-    def parent(t):
-        with torch.no_grad():
-            s = run.checkpoint(run.watched(lambda u: u.sin().exp(), "child"), t)
-        return t.cos() * s
-
-    x = leaf(3)
-    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_inner_region_that_saves_nothing(run):
-    def parent(t):
-        return run.checkpoint(run.watched(lambda u: u + 1, "child"), t.exp()).sin()
-
-    x = leaf(3)
-    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_exception_in_the_childs_forward_is_caught_by_the_parent(run):
-    def child(t):
-        t.sin()
-        raise LookupError
-
-    def parent(t):
-        with contextlib.suppress(LookupError):
-            run.checkpoint(run.watched(child, "child"), t.exp())
-        return t.cos().tanh()
-
-    x = leaf(3)
-    run.checkpoint(run.watched(parent, "parent"), x).sum().backward()
-    return x.grad
 
 
 @saves_inputs_alone

@@ -3,7 +3,6 @@ place, as far as both runs know where it comes from. All tensors here have one s
 shape tells.
 """
 
-import functools
 import logging
 import warnings
 import weakref
@@ -181,104 +180,6 @@ def test_only_gradckpts_own_checkpoint_knows_warn():
 # ---- what is no difference ----
 
 
-def _cached(make):
-    found = []
-
-    def get():
-        if not found:
-            found.append(make())
-            return make()  # equal, and another tensor than what the later calls get
-        return found[0]
-
-    return get
-
-
-def _harmless():
-    mask, scale = _cached(lambda: (torch.arange(N * N).view(N, N) % 3).float()), nn.Parameter(torch.rand(N, N))
-    yield "a mask that the first call caches", lambda x: (x * mask()).sin(), (), None
-    yield "a parameter that is cast anew", lambda x: (x @ scale.double().float()).sin(), (), None
-    stashed = []
-
-    def stashes(x):
-        stashed[:] = stashed or [x]
-        return x.sin() * stashed[0].cos()
-
-    yield "an argument that the module stashes", stashes, (), stashed
-    yield "an argument twice", lambda x, y: x.sin() * y.cos(), "twice", None
-
-
-def test_what_only_one_run_knows_is_no_difference():
-    for name, function, how, _ in _harmless():
-        for compress in (None, "lossless"):
-            leaves, args = inputs(1)
-            args = args * 2 if how == "twice" else args
-            y = gradckpt.checkpoint(function, *args, compress=compress)
-            got = torch.autograd.grad(y.sum(), leaves)[0]
-            leaves, args = inputs(1)
-            plain = function(*(args * 2 if how == "twice" else args))
-            if name != "an argument that the module stashes":
-                assert torch.equal(got, torch.autograd.grad(plain.sum(), leaves)[0]), (name, compress)
-
-
-def test_replaced_parameters_are_no_difference():
-    """As FSDP, EMA and functional_call do: other tensors take the places of both parameters."""
-    net = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N))
-    leaves, args = inputs(1)
-    y = gradckpt.checkpoint(net, *args)
-    expected = torch.autograd.grad(net(*args).sum(), leaves, retain_graph=True)[0]
-    for layer in (net[0], net[2]):
-        layer.weight = nn.Parameter(layer.weight.detach().clone())
-    assert torch.equal(torch.autograd.grad(y.sum(), leaves)[0], expected)
-
-
-@pytest.mark.parametrize("compress", [None, "lossless"])
-def test_a_view_of_all_of_the_argument_that_a_closure_has_is_no_difference(compress):
-    leaves, (h,) = inputs(1)
-    view = h.view(N, 1, N).squeeze(1)
-    expected = torch.autograd.grad((h.sin() * view.cos()).sum(), leaves, retain_graph=True)[0]
-    y = gradckpt.checkpoint(lambda t: t.sin() * view.cos(), h, compress=compress)
-    assert torch.equal(torch.autograd.grad(y.sum(), leaves)[0], expected)
-
-
-def test_an_argument_that_outer_hooks_lay_out_anew_is_no_difference():
-    leaves, (h,) = inputs(1)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t):
-        y = gradckpt.checkpoint(lambda t: t.sin(), h.t())
-    assert torch.equal(torch.autograd.grad(y.sum(), leaves)[0], h.detach().cos())
-
-
-def test_a_part_of_an_argument_that_outer_hooks_lay_out_anew_is_no_difference():
-    """Also where the region lies in another, whose arguments they lay out anew."""
-
-    def slices(t):
-        return t[:2].sin()
-
-    leaves, (h,) = inputs(1)
-    expected = 2 * torch.autograd.grad(slices(h[:1].expand(N, N)).sum(), leaves, retain_graph=True)[0]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t):
-        inner = gradckpt.checkpoint(slices, h[:1].expand(N, N))
-        outer = gradckpt.checkpoint(lambda t: gradckpt.checkpoint(slices, t), h[:1].expand(N, N))
-    assert torch.equal(torch.autograd.grad(inner.sum() + outer.sum(), leaves)[0], expected)
-
-
-@pytest.mark.parametrize("compress", [None, "lossless"])
-def test_a_view_of_one_argument_that_is_another_is_no_difference(compress):
-    """In a recompute that an outer region has begun, the two share no memory."""
-
-    def inner(t, h):
-        return (t.sin() @ t.t()).cos() * h.sin()
-
-    def outer(region, x):
-        h = x.sin()
-        return region(inner, h.t(), h).sin()
-
-    leaves, (h,) = inputs(1)
-    region = functools.partial(gradckpt.checkpoint, compress=compress)
-    expected = torch.autograd.grad(outer(lambda f, *args: f(*args), h).sum(), leaves, retain_graph=True)[0]
-    found = gradckpt.checkpoint(functools.partial(outer, region), h)
-    assert torch.equal(torch.autograd.grad(found.sum(), leaves)[0], expected)
-
-
 @pytest.mark.parametrize("compress", [None, "lossless", "int8"])
 def test_an_empty_argument_is_no_difference(compress):
     leaf = torch.ones(0, N, requires_grad=True)
@@ -300,17 +201,6 @@ def test_equal_constants_may_change_places():
     masks[0] = masks[0] * 3
     with pytest.raises(CheckpointError, match="saved other tensors"):
         gradckpt.checkpoint(alternates, *args).sum().backward()
-
-
-def test_masks_of_reused_memory_are_no_difference():
-    def masked(x):
-        for i in range(20):
-            x = (x * (torch.full((N, N), 0.5) + i % 2)).sin()
-        return x
-
-    leaves, args = inputs(1)
-    expected = torch.autograd.grad(masked(*args).sum(), leaves, retain_graph=True)[0]
-    assert torch.equal(torch.autograd.grad(gradckpt.checkpoint(masked, *args).sum(), leaves)[0], expected)
 
 
 def test_the_forward_holds_no_constant_alive():

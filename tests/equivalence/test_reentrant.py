@@ -116,32 +116,6 @@ def test_function_given_by_keyword(run):
         run.bare(function=torch.sin, input=leaf(4), use_reentrant=True)
 
 
-@pytest.mark.parametrize("preserve", [True, False])
-@behaviour
-def test_random_state(run, preserve):
-    x = leaf(16)
-    y = reentrant(run, run.watched(lambda t: F.dropout(t.sin())), x, preserve_rng_state=preserve)
-    run.log(torch.rand(2))
-    y.sum().backward()
-    return y, x.grad, torch.rand(2)
-
-
-@pytest.mark.parametrize("forward", [True, False])
-@pytest.mark.parametrize("backward", [True, False])
-@behaviour
-def test_autocast(run, forward, backward):
-    def fn(t, w):
-        run.log(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
-        return (t @ w).sin().float()
-
-    x, w = leaf(4, 4), leaf(4, 4)
-    with torch.autocast("cpu", dtype=torch.float16, enabled=forward, cache_enabled=False):
-        y = reentrant(run, fn, x, w)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=backward):
-        y.sum().backward()
-    return x.grad, w.grad
-
-
 # ---- results ----
 
 Pair = namedtuple("Pair", "a b")
@@ -178,27 +152,10 @@ def test_results(run, kind):
 
 
 @behaviour
-def test_one_of_two_results_used(run):
-    x = leaf(4)
-    a, _ = reentrant(run, run.watched(lambda t: (t.sin(), t.cos().tanh())), x)
-    a.sum().backward()
-    return x.grad
-
-
-@behaviour
 def test_no_result_requires_a_gradient(run):
     y = reentrant(run, run.watched(lambda t: (t > 0).float()), leaf(4))
     with run.error(RuntimeError, "none of output has requires_grad=True"):
         y.sum().backward()
-
-
-@behaviour
-def test_detached_part(run):
-    x = leaf(4)
-    a, b = reentrant(run, run.watched(lambda t: (t.sin(), t.cos().detach())), x)
-    run.log(b.requires_grad)
-    (a.sum() + b.sum()).backward()
-    return x.grad
 
 
 @behaviour
@@ -243,17 +200,6 @@ def test_validity_is_reset_after_the_error(run):
 
 
 @behaviour
-def test_several_backwards(run):
-    x = leaf(4)
-    y = reentrant(run, run.watched(lambda t: t.sin().exp()), x)
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    with run.error(RuntimeError, "second time"):
-        y.sum().backward()
-    return x.grad
-
-
-@behaviour
 def test_double_backward_is_not_supported(run):
     x = leaf(4)
     reentrant(run, run.watched(lambda t: t.sin().exp()), x).sum().backward(create_graph=True)
@@ -264,41 +210,6 @@ def test_double_backward_is_not_supported(run):
     except RuntimeError as e:
         run.log("error", e)
     return x.grad
-
-
-@behaviour
-def test_parameters_get_their_gradients(run):
-    block, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2)), leaf(3, 4)
-    for _ in range(2):
-        reentrant(run, run.watched(block), x).sum().backward()
-    return x.grad, [p.grad for p in block.parameters()]
-
-
-@behaviour
-def test_parameter_used_twice(run):
-    w, x = leaf(4, 4), leaf(4, 4)
-    w.register_hook(lambda g: run.log("gradient", g))
-    y = reentrant(run, lambda t: (t @ w).sin(), x)
-    (reentrant(run, lambda t: (t @ w).cos(), y) @ w).sum().backward()
-    return x.grad, w.grad
-
-
-@behaviour
-def test_nested_and_in_a_row(run):
-    def outer(t):
-        return reentrant(run, run.watched(lambda u: u.sin().exp(), "inner"), t.tanh()).cos()
-
-    x = leaf(4)
-    y = reentrant(run, run.watched(outer, "outer"), x)
-    y = reentrant(run, run.watched(outer, "second"), y)
-    y.sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_grad_off(run):
-    with torch.no_grad():
-        return reentrant(run, run.watched(lambda t: t.sin()), leaf(4))
 
 
 @behaviour
@@ -313,34 +224,6 @@ def test_hooks_see_the_inputs(run):
         y = reentrant(run, lambda t, n, w: (t * w).sin(), x, 3, w)
     y.sum().backward()
     return x.grad, w.grad
-
-
-@behaviour
-def test_changed_input_is_noticed(run):
-    x = leaf(4)
-    h = x * 2
-    y = reentrant(run, run.watched(lambda t: t.sin().exp()), h)
-    h.add_(1)
-    with run.error(RuntimeError, "modified by an inplace operation"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("kind", [LookupError, KeyboardInterrupt])
-@pytest.mark.parametrize("when", [1, 2])
-@behaviour
-def test_exceptions(run, when, kind):
-    calls = []
-
-    def fn(t):
-        calls.append(1)
-        if len(calls) == when:
-            torch.rand(2)
-            raise kind("from the function")
-        return F.dropout(t.sin())
-
-    with run.error(kind, "from the function"):
-        reentrant(run, run.watched(fn), leaf(4)).sum().backward()
-    return torch.rand(2)
 
 
 @behaviour

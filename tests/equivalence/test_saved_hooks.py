@@ -1,12 +1,10 @@
 """Other saved-tensor hooks around, inside and instead: save_on_cpu, user hooks, hooks disabled."""
 
-import pytest
 import torch
 from behaviours import behaviour, leaf
 from torch.autograd.graph import (
     allow_mutation_on_saved_tensors,
     disable_saved_tensors_hooks,
-    save_on_cpu,
     saved_tensors_hooks,
 )
 from torchs_own import saves_inputs_alone
@@ -46,42 +44,6 @@ def test_hooks_do_not_see_keywords_and_containers(run):
     return x.grad, w.grad
 
 
-@behaviour
-def test_hooks_inside_take_what_is_saved(run):
-    def fn(t):
-        with Noting(run, "inner"):
-            t = t.sin().exp()
-        return t.cos()
-
-    x = leaf(4)
-    y = run.checkpoint(run.watched(fn), x)
-    run.log("backward")
-    y.sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_everything_saved_inside_goes_to_other_hooks(run):
-    """The region saves nothing itself, so it is never recomputed."""
-
-    def fn(t):
-        with Noting(run, "inner"):
-            return t.sin().exp()
-
-    x = leaf(4)
-    run.checkpoint(run.watched(fn), x).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_hooks_around_the_backward_see_nothing(run):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x)
-    with Noting(run, "backward"):
-        y.sum().backward()
-    return x.grad
-
-
 @saves_inputs_alone
 @behaviour
 def test_hooks_and_double_backward(run):
@@ -99,25 +61,6 @@ def test_two_hooks_around(run):
     x = leaf(4)
     with Noting(run, "first"), Noting(run, "second"):
         y = run.checkpoint(lambda t: t.sin().exp(), x * 1)
-    y.sum().backward()
-    return x.grad
-
-
-@pytest.mark.parametrize("where", ["around", "inside", "both"])
-@behaviour
-def test_save_on_cpu(run, where):
-    def fn(t):
-        if where == "around":
-            return t.sin().exp()
-        with save_on_cpu():
-            return t.sin().exp().cos()
-
-    x = leaf(4)
-    if where == "inside":
-        y = run.checkpoint(run.watched(fn), x * 1)
-    else:
-        with save_on_cpu():
-            y = run.checkpoint(run.watched(fn), x * 1)
     y.sum().backward()
     return x.grad
 

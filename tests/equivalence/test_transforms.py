@@ -167,18 +167,6 @@ def test_subclass_whose_recompute_differs(run):
 
 
 @behaviour
-def test_parameter_and_buffer_arguments(run):
-    p, b = torch.nn.Parameter(torch.randn(4)), torch.nn.Buffer(torch.randn(4))
-
-    def fn(t, c):
-        run.log(type(t).__name__, type(c).__name__, t is p)
-        return t.sin().exp() * c
-
-    run.checkpoint(fn, p, b).sum().backward()
-    return p.grad
-
-
-@behaviour
 def test_nested_tensors(run):
     x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged, requires_grad=True)
     y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x)

@@ -6,17 +6,7 @@ from view_programs import wrong
 SHARE = 150
 
 
-def check(share):
+@pytest.mark.parametrize("share", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 60))])
+def test_programs_of_views(share):
     found = [text for seed in range(share * SHARE, (share + 1) * SHARE) for text in wrong(seed)]
     assert found == []
-
-
-@pytest.mark.parametrize("share", range(4))
-def test_programs_of_views(share):
-    check(share)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("share", range(4, 60))
-def test_many_more_programs_of_views(share):
-    check(share)

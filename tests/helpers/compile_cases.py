@@ -81,10 +81,6 @@ def assert_same(got, want):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def differ(got, want):
-    return any(not torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, want, strict=True))
-
-
 def dropout(x, w):
     return int8(lambda t, v: torch.dropout((t @ v).sin(), 0.5, True) @ v, x * 2, w)
 

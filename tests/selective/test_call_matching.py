@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import threading
 
 import pytest
 import torch
@@ -68,34 +67,6 @@ def noted(region, **notes):
     return gradient(region, lambda x: gates(x, notes))
 
 
-def metric(h):
-    with torch.no_grad():
-        ((h @ W) > 0.0).float().mean().item(), (h > 0.0).float().mean().item()
-
-
-def in_forward(h):
-    return None if again() else metric(h)
-
-
-def in_recompute(h):
-    return metric(h) if again() else None
-
-
-@pytest.mark.parametrize("name", REGIONS)
-def test_metrics_of_the_forward_alone_shift_no_result(name):
-    want = noted(REGIONS[name])
-    for place in ("between", "after"):
-        assert torch.equal(noted(REGIONS[name], **{place: in_forward}), want), place
-
-
-@pytest.mark.parametrize("name", REGIONS)
-def test_metrics_of_the_recompute_alone_are_run(name):
-    """As those of a hook that logs each second call."""
-    want = noted(REGIONS[name])
-    for place in ("between", "after"):
-        assert torch.equal(noted(REGIONS[name], **{place: in_recompute}), want), place
-
-
 @pytest.mark.parametrize("name", [*REGIONS, *NODES])
 def test_a_call_of_another_kind_is_never_taken_for_one_of_the_forwards(name):
     region = (REGIONS | NODES)[name]
@@ -111,23 +82,6 @@ def test_a_call_of_another_kind_is_never_taken_for_one_of_the_forwards(name):
         for other in others:
             once = {place: lambda h, other=other: None if again() else other(h)}
             assert torch.equal(noted(region, **once), want), place
-
-
-@pytest.mark.parametrize("name", REGIONS)
-def test_a_mask_that_the_first_call_caches(name):
-    want = noted(REGIONS[name])
-    cache = []
-
-    def function(x):
-        h = x * 2
-        if not cache:
-            cache.append(h > 0.0)
-        h = torch.where(cache[0], h * 3, h.square())
-        h = (h @ W).sin()
-        h = torch.where(h > 0.0, h, h * 0.1)
-        return (h @ W).exp()
-
-    assert torch.equal(gradient(REGIONS[name], function), want)
 
 
 @pytest.mark.parametrize("name", [*REGIONS, *NODES])
@@ -271,30 +225,3 @@ def test_a_draw_of_the_forward_alone_leaves_the_others():
         return gradient(REGIONS["checkpoint"], functools.partial(function, metrics=metrics))
 
     assert torch.equal(run(True), run(False))
-
-
-def test_two_threads_recompute_one_region_each_by_its_own_count():
-    x = torch.randn(32, 32, requires_grad=True)
-    meet, alone = threading.Barrier(2), False
-
-    def function(t):
-        h = t * 2
-        first = torch.where(h > 0.0, h * 3, h.square())
-        _ = again() or metric(first)
-        if again() and not alone:
-            meet.wait(20)  # both are here, in the middle
-        first = (first @ W).sin()
-        return torch.where(first > 0.0, first, 0.1 * first).exp(), (h.cos() @ W).exp()
-
-    def grads(y):
-        return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
-
-    found = {}
-    pair = checkpoint(function, x * 1, compress=INT8)  # the threads meet in it, so no node is in both backwards
-    threads = [threading.Thread(target=lambda i=i: found.update({i: grads(pair[i])})) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    alone = True
-    assert all(torch.equal(found[i], grads(checkpoint(function, x * 1, compress=INT8)[i])) for i in range(2))

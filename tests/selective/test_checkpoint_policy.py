@@ -103,10 +103,9 @@ def test_what_is_no_policy(policy, error, message):
         gradckpt.checkpoint(torch.sin, torch.ones(2), policy=policy)
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(f, marks=needs_outputs) if f in ("compressed", "mapping") else f for f in POLICIES]
-)
+@pytest.mark.parametrize("form", ["combined", "list", pytest.param("mapping", marks=needs_outputs)])
 def test_compiled(form):
+    """Names and functions: test_compile_limits.py."""
     policy, _ = POLICIES[form]
     call = functools.partial(gradckpt.checkpoint, policy=policy)
     compiled = torch.compile(lambda block, x: call(block, x), backend="aot_eager", fullgraph=True)

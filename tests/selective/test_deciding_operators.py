@@ -66,16 +66,8 @@ def test_indices_survive_in_few_bytes(bound):
 # ---- gradients ----
 
 
-def planes(h):
-    return h.view(4, 4, 16, 64)
-
-
 def pooled(pool, *shape):
     return lambda h: pool(h.view(*shape)).flatten()
-
-
-def each(reduce):
-    return lambda h: torch.stack([reduce(row) for row in h])
 
 
 PLACES = torch.randint(9, (64, 64), generator=torch.Generator().manual_seed(4))
@@ -89,48 +81,21 @@ def into(name, *shape, **options):
 
 #: Results that one value of the input determines, and whose gradient goes there.
 SELECT = {
-    "max along a dimension": lambda h: h.max(-1).values,
-    "max": each(torch.max),
-    "min": each(torch.min),
-    "median": each(torch.median),
-    "nanmedian": each(torch.nanmedian),
-    "median along a dimension": lambda h: h.median(-1).values,
-    "amax": lambda h: h.amax(-1),
     "amax of two dimensions": lambda h: h.view(8, 4, 8, 16).amax((1, -1)),
-    "amax of all": lambda h: torch.stack([row.amax() for row in h]),
-    "amin keeps": lambda h: h.amin(0, keepdim=True),
-    "aminmax": lambda h: torch.stack(torch.aminmax(h, dim=1)),
-    "infinity norm": lambda h: torch.linalg.vector_norm(h, float("inf"), dim=-1),
     "normalize": lambda h: F.normalize(h, p=float("inf")),
-    "distance by the farthest coordinate": lambda h: torch.cdist(h, h.roll(1, 0) * 0.9, p=float("inf")),
-    "of all pairs": lambda h: F.pdist(h, p=float("inf")),
-    "of one pair": lambda h: torch.stack([torch.dist(row, row.roll(1), float("inf")) for row in h]),
-    "amax into places": into("scatter_reduce", 9, 64, reduce="amax"),
     "in place": into("scatter_reduce_", 9, 64, reduce="amin", include_self=False),
-    "of slices": into("index_reduce", 9, 64, reduce="amin"),
     "of slices in place": into("index_reduce_", 9, 64, reduce="amax"),
     "of segments": lambda h: torch.segment_reduce(h, "max", lengths=torch.tensor([10, 0, 20, 34]), initial=-9.0),
     "of orthogonal vectors": lambda h: torch.linalg.qr(h.view(16, 4, 64))[0],
     "of pivots": lambda h: torch.linalg.lu(h.view(16, 16, 16))[1],
     "exponents": lambda h: torch.frexp(h)[0],
-    "kthvalue": lambda h: h.kthvalue(7).values,
-    "topk": lambda h: h.topk(5).values,
-    "sort": lambda h: h.sort(-1, descending=True).values[:, :9],
-    "cummax": lambda h: h.cummax(-1).values,
-    "max_pool1d": pooled(lambda x: F.max_pool1d(x, 4), 16, 4, 64),
     "max_pool2d": pooled(lambda x: F.max_pool2d(x, (2, 3), padding=(1, 1)), 4, 4, 16, 16),
     "max_pool2d channels last": pooled(
         lambda x: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2), 4, 4, 16, 16
     ),
-    "max_pool3d": pooled(lambda x: F.max_pool3d(x, 2), 4, 4, 4, 8, 8),
-    "adaptive_max_pool1d": pooled(lambda x: F.adaptive_max_pool1d(x, 9), 16, 4, 64),
-    "adaptive_max_pool2d": pooled(lambda x: F.adaptive_max_pool2d(x, 5), 4, 4, 16, 16),
-    "adaptive_max_pool3d": pooled(lambda x: F.adaptive_max_pool3d(x, 3), 4, 4, 4, 8, 8),
-    "fractional_max_pool2d": pooled(lambda x: F.fractional_max_pool2d(x, 3, output_size=7), 4, 4, 16, 16),
     "quantile": lambda h: h.quantile(0.3, dim=-1),
     "written by out=": lambda h: h.gather(-1, torch.argmax(h.detach(), -1, True, out=h.new_empty(0).long())),
     "compared in place": lambda h: h * h.detach().clone().gt_(0.3),
-    "signbit": lambda h: h * h.signbit(),
 }
 
 

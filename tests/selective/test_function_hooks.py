@@ -193,34 +193,6 @@ def test_a_hook_that_raises_is_heard_of_once():
     assert calls == [1]
 
 
-def test_post_accumulate_and_node_hooks_are_called_once():
-    module, x, calls = Region(), leaf(3, 4), []
-    module.weight.register_hook(lambda g: calls.append("tensor"))
-    module.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
-    train(module, x, times=2)
-    assert calls == ["tensor", "accumulated"] * 2
-
-
-def test_two_threads_share_a_hook():
-    module, calls = torch.nn.Linear(64, 64), collections.Counter()
-
-    def hook(grad):
-        calls[threading.get_ident()] += 1
-        return grad * 2
-
-    module.weight.register_hook(hook)
-
-    def work():
-        for _ in range(60):
-            apply(module, None, torch.randn(64, 64, requires_grad=True)).sum().backward()
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    assert sorted(calls.values()) == [60, 60]
-    assert len(module.weight._backward_hooks) == 1
-
-
 # ---- what a module may be ----
 
 

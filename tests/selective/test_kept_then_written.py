@@ -40,13 +40,9 @@ def diagonal(*axes):
             yield tuple(list(axis)[(i + shift * k) % len(axis)] for k, axis in enumerate(axes))
 
 
-def test_modules_whose_kernels_write():
-    assert sweep.sweep_of_modules(diagonal) == []
-
-
-@pytest.mark.soak
-def test_modules_whose_kernels_write_in_every_combination():
-    assert sweep.sweep_of_modules(itertools.product) == []
+@pytest.mark.parametrize("combinations", [diagonal, pytest.param(itertools.product, marks=pytest.mark.soak)])
+def test_modules_whose_kernels_write(combinations):
+    assert sweep.sweep_of_modules(combinations) == []
 
 
 PARTS = 8

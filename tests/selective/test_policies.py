@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from selective_ways import SQUARE, Watch, aten, leaf, same, square
 from selective_ways import _nothing_left_behind as _nothing_left_behind
-from torch.utils.checkpoint import CheckpointError
 
 import gradckpt
 from gradckpt import policies
@@ -146,69 +145,6 @@ def test_by_name():
 # ---- discrete results ----
 
 
-class Experts(torch.nn.Module):
-    """Mixtral's block, small: the router's rows are one row and a little noise,
-    so that experts nearly tie."""
-
-    def __init__(self, width=64, experts=8, noise=1e-6):
-        super().__init__()
-        self.router = torch.nn.Linear(width, experts, bias=False)
-        with torch.no_grad():
-            row = torch.randn(1, width)
-            self.router.weight.copy_(row + noise * torch.randn(experts, width))
-        self.experts = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(experts)])
-        self.chosen = []
-
-    def forward(self, x):
-        weights, chosen = torch.topk(self.router(x).softmax(-1), 2)
-        self.chosen.append(chosen.clone())
-        weights = weights / weights.sum(-1, keepdim=True)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == i)
-            out = out.index_add(0, token, expert(x[token]).tanh() * weights[token, slot, None])
-        return x + out
-
-
-def routed(codec, steps, replay_discrete):
-    """Steps whose recompute chose other experts, and CheckpointErrors."""
-    torch.manual_seed(0)
-    blocks = torch.nn.ModuleList([Experts() for _ in range(2)])
-    optimizer = torch.optim.SGD(blocks.parameters(), lr=1e-4)
-    changes = errors = 0
-    for _ in range(steps):
-        h = torch.randn(96, 64).requires_grad_() * 1
-        for block in blocks:
-            block.chosen.clear()
-            h = gradckpt.checkpoint(block, h, compress={"codec": codec, "replay_discrete": replay_discrete})
-        try:
-            h.square().mean().backward()
-        except CheckpointError:
-            errors += 1
-        changes += any(len(b.chosen) == 2 and not torch.equal(*b.chosen) for b in blocks)
-        optimizer.step()
-        optimizer.zero_grad()
-    return changes, errors
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.soak)])
-def test_a_mixture_of_experts_routes_the_same_way_twice(codec, steps):
-    gradckpt.stats.reset()
-    assert routed(codec, steps, replay_discrete=True) == (0, 0)
-    stats = gradckpt.stats()
-    assert stats["compressed"] > 0
-    assert stats["discrete_outputs"] > 0
-    assert stats["discrete_bytes"] > 0
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_without_replay_it_does_not(codec):
-    changes, errors = routed(codec, 20, replay_discrete=False)
-    assert changes == 20
-    assert errors > 0
-
-
 DISCRETE = {
     "topk": lambda t: t.topk(3).indices,
     "sort": lambda t: t.sort().indices,
@@ -267,24 +203,6 @@ def test_casts_are_kept_only_when_asked_for():
         gradckpt.CompressionConfig(replay_discrete="all")
 
 
-def test_casts_that_autocast_remembers_do_not_shift_those_that_decide():
-    """The cast of a weight is in autocast's cache in the forward,
-    and is made again in the recompute."""
-    made = []
-
-    def region(t, w):
-        h = t @ w
-        made.append((h.float() * 100).long())
-        return (h @ w) * made[-1].clamp(-1, 1)
-
-    w = leaf(64, 64)
-    with torch.autocast("cpu"):
-        torch.randn(64, 64) @ w
-        out = gradckpt.checkpoint(region, leaf(64, 64) * 1, w, compress={"codec": "int4", "replay_discrete": "casts"})
-    out.float().sum().backward()
-    assert torch.equal(*made)
-
-
 def test_what_was_decided_may_be_changed_in_place():
     made = []
 
@@ -331,14 +249,3 @@ def test_discrete_results_are_not_kept_where_nothing_is_approximate():
     gradckpt.checkpoint(lambda t: t * (t > 0), leaf(64, 64) * 1, compress="int8").sum().backward()
     assert gradckpt.stats()["discrete_outputs"] == 1
     assert gradckpt.stats()["discrete_bytes"] == 64 * 64 // 8  # one bit each
-
-
-def test_discrete_results_of_regions_in_regions():
-    block = Experts()
-
-    def region(t):
-        return gradckpt.checkpoint(block, t.tanh(), compress="int4") * t.argsort()
-
-    gradckpt.checkpoint(region, leaf(96, 64) * 1, compress="int4").sum().backward()
-    assert len(block.chosen) == 3  # forward, recompute of the outer, recompute of the inner
-    assert all(torch.equal(each, block.chosen[0]) for each in block.chosen)

@@ -36,6 +36,18 @@ def stdout_of(script, *arguments):
     return done.stdout
 
 
+EMPTY = """
+import gradckpt
+for policy in ([], {}, gradckpt.policies.Policy([])):
+    gradckpt.compat.create_selective_checkpoint_contexts(policy)
+"""
+
+
+def test_empty_policies_before_any_other():
+    """What is registered for the first policy is registered once."""
+    assert stdout_of(EMPTY) == ""
+
+
 # ---- torch's own key for fake tensors, which others may claim ----
 
 CLAIMED = """

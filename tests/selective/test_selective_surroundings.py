@@ -1,7 +1,6 @@
 """Selective recompute among threads, interrupts, modes, transforms and compilers."""
 
 import contextlib
-import functools
 import threading
 
 import pytest
@@ -24,15 +23,12 @@ from selective_ways import (
     our_way,
     same,
     square,
-    theirs,
-    torchs_checkpoint,
     torchs_contexts,
 )
 from selective_ways import _nothing_left_behind as _nothing_left_behind
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradckpt
-from gradckpt._engine import torch_private as private
 
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 __all__ = ["our_way"]
@@ -232,51 +228,6 @@ def test_under_a_fake_mode(our_way):
     assert type(grad).__name__ == "FakeTensor"
 
 
-def test_a_fake_mode_inside_is_not_counted():
-    def region(t):
-        with FakeTensorMode() as mode:
-            fake = mode.from_tensor(torch.ones(8, 8))
-            torch.mm(fake, fake)
-        return (t @ t).sin()
-
-    x = leaf(8, 8)
-    pair_of = contexts([aten.mm.default])
-    got = gradients(lambda t: checkpoint(region, t, context_fn=lambda: pair_of), (x,))[1]
-    assert same(got, gradients(region, (x,))[1])
-    assert list(pair_of[0].storage[aten.mm.default]) == [0]
-
-
-@pytest.mark.parametrize("ck", [theirs, checkpoint], ids=["torchs checkpoint", "ours"])
-def test_a_compiled_block_whose_first_call_is_inside(ck):
-    torch._dynamo.reset()
-    block = torch.compile(lambda t, w: (t @ w).sin() @ w, backend="aot_eager")
-
-    def region(t, w):
-        return block((t @ w).exp(), w) @ w
-
-    inputs = leaf(4, 4), leaf(4, 4)
-    want = gradients(lambda t, w: ((t @ w).exp() @ w).sin() @ w @ w, inputs)[1]
-    for _ in range(2):
-        got = gradients(lambda *a: ck(region, *a, **kept([aten.mm.default])), inputs)[1]
-        torch.testing.assert_close(got, want)
-    torch._dynamo.reset()
-
-
-@pytest.mark.skipif(private.consumed is None, reason="torch traces with other storage than ours")
-def test_a_compiled_function_around():
-    torch._dynamo.reset()
-
-    context_fn = functools.partial(contexts, [aten.mm.default])
-
-    def step(t, w):
-        return torchs_checkpoint(lambda a, b: (a @ b).sin() @ b, t, w, use_reentrant=False, context_fn=context_fn)
-
-    inputs = leaf(4, 4), leaf(4, 4)
-    want = gradients(lambda t, w: (t @ w).sin() @ w, inputs)[1]
-    torch.testing.assert_close(gradients(torch.compile(step, backend="aot_eager"), inputs)[1], want)
-    torch._dynamo.reset()
-
-
 def test_torch_func_inside(our_way):
     def region(t):
         rows = torch.func.vmap(lambda row: (row @ t).exp())(t)
@@ -286,19 +237,6 @@ def test_torch_func_inside(our_way):
     ops = [aten.mm.default, aten.sin.default, aten.exp.default]
     got = gradients(lambda t: checkpoint(region, t, context_fn=our_way.contexts(ops)), (x,))[1]
     assert same(got, gradients(region, (x,))[1])
-
-
-def test_under_autocast(our_way):
-    layer = torch.nn.Linear(8, 8)
-
-    def region(t):
-        return layer(layer(t).sin()).float().exp()
-
-    x = leaf(8, 8)
-    with torch.autocast("cpu"):
-        want = gradients(region, (x,))[1]
-        got = gradients(lambda t: checkpoint(region, t, context_fn=our_way.contexts([aten.addmm.default])), (x,))[1]
-    assert same(got, want)
 
 
 def test_an_inference_mode_inside_does_not_stop_the_counting_of_versions(our_way):
