@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import gradckpt
-from gradckpt._planning.block_times import Cost
+from gradckpt._planning import block_times
 from gradckpt._planning.budget import Budget
 from gradckpt._planning.choose import _units
 from gradckpt._planning.no_plan import NoPlan
@@ -23,7 +23,15 @@ from gradckpt._planning.profile import Profile
 from gradckpt._training_step import step_of_batch
 
 WIDTH = 32
+
+
 X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch):
+    monkeypatch.setattr(block_times, "_SECONDS", 0.0)
+    monkeypatch.setattr(block_times, "_LEAST", 1)
 
 
 class Block(nn.Module):
@@ -328,7 +336,7 @@ class Costs:
         draw = random.Random(seed)
 
         def row():
-            return {o: Cost(draw.random() + (o.name != "keep"), 0.0) for o in profile.options}
+            return {o: block_times.Cost(draw.random() + (o.name != "keep"), 0.0) for o in profile.options}
 
         self._of = {id(block): row() for block in profile.blocks}
 
@@ -385,7 +393,8 @@ class TooLarge:
     """Compressing is fast, and its region's errors say far too much."""
 
     def of(self, block, option):
-        return Cost(0.1, 0.5) if option.name == "compress int8" else Cost(1.0, 0.5 if option.codec else 0.0)
+        compress = option.name == "compress int8"
+        return block_times.Cost(*((0.1, 0.5) if compress else (1.0, 0.5 if option.codec else 0.0)))
 
 
 def test_errors_of_regions_are_scaled_to_what_is_measured():
