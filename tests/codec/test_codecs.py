@@ -219,12 +219,6 @@ def test_error_bound(codec, dtype):
     assert_bound(ordinary, round_trip(ordinary, codec, dtype), codec, dtype)
 
 
-@every_dtype
-def test_raw_is_exact(dtype):
-    bits = codec_inputs.inputs(dtype)
-    assert_same(round_trip(bits, "raw", dtype), bits, "raw")
-
-
 @every_grouped
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bound_beside_values_beyond_1e30(codec, dtype):

@@ -280,16 +280,6 @@ def test_damaged_payloads(host_kernels, device_kernels, dtype):
                 assert_same(layout.values(out), want, name)
 
 
-def test_truncated_payload():
-    x = torch.randn(5000)
-    data = torch.ops.gradckpt.encode(x, "lossless")
-    assert torch.equal(torch.ops.gradckpt.decode(data, "lossless", [5000], torch.float32), x)
-    with pytest.raises(RuntimeError, match=r"'lossless' for this size and dtype has 18088 bytes, not 18087"):
-        torch.ops.gradckpt.decode(data[:-1], "lossless", [5000], torch.float32)
-    with pytest.raises(RuntimeError, match=r"'lossless'.*bytes, not"):
-        torch.ops.gradckpt.decode(data, "lossless", [5000], torch.bfloat16)
-
-
 @every_dtype
 def test_what_it_cannot_hold_is_said(dtype):
     x = tensor(with_escapes([65], dtype), dtype)
@@ -340,7 +330,8 @@ def test_values_of_many_magnitudes_fit_beside_zeros(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("fake_quantize", [False, True])
-def test_gradients_are_bit_equal(dtype, fake_quantize):
+@pytest.mark.parametrize(("exact", "activation"), [("lossless", lambda h: h), ("sparse", F.relu)])
+def test_gradients_are_bit_equal(exact, activation, dtype, fake_quantize):
     torch.manual_seed(0)
     x = torch.randn(64, 96, dtype=dtype, requires_grad=True)
     weights = [(torch.randn(96, 96) / 10).to(dtype).requires_grad_() for _ in range(6)]
@@ -348,14 +339,14 @@ def test_gradients_are_bit_equal(dtype, fake_quantize):
     def net(run):
         h = x * 1
         for w in weights:
-            h = run(lambda h, w=w: h + F.gelu(F.layer_norm(h, h.shape[-1:]) @ w), h)
+            h = run(lambda h, w=w: h + F.gelu(F.layer_norm(h, h.shape[-1:]) @ w), activation(h))
         return (h.float() ** 2).mean()
 
     gradckpt.stats.reset()
-    config = {"codec": "lossless", "min_numel": 0, "fake_quantize": fake_quantize}
+    config = {"codec": exact, "min_numel": 0, "fake_quantize": fake_quantize}
     plain, mine = net(lambda f, h: f(h)), net(lambda f, h: gradckpt.checkpoint(f, h, compress=config))
     assert torch.equal(plain, mine)
-    assert gradckpt.stats()["compressed"] == 6
+    assert gradckpt.stats()["compressed"] == 6 if exact == "lossless" else gradckpt.stats()["compressed"] >= 1
     for a, b in zip(*(torch.autograd.grad(y, [x, *weights]) for y in (plain, mine)), strict=True):
         assert torch.equal(a, b)
 

@@ -9,7 +9,7 @@ TYPES = sorted(auto.CONFIG_MAPPING_NAMES)
 
 #: Those that ended in a traceback once, and every so many of all.
 ONCE = ("qwen3_moe", "gpt_oss", "deepseek_v3", "gemma2", "albert", "whisper", "clip", "wav2vec2")
-EVERY = 80
+EVERY = 120
 
 
 def check(model_types, settings):

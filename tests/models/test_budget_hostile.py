@@ -23,7 +23,15 @@ from gradckpt._planning.region_plan import NoPlan
 from gradckpt._training_step import step_of_batch
 
 WIDTH = 32
+
+
 X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch):
+    monkeypatch.setattr("gradckpt._planning.options._SECONDS", 0.0)
+    monkeypatch.setattr("gradckpt._planning.options._LEAST", 1)
 
 
 class Block(nn.Module):
@@ -235,14 +243,6 @@ def test_accumulation_in_a_function():
     assert memory.peak <= smallest
 
 
-def test_a_budget_below_the_weights():
-    model = Model()
-    weights = sum(p.nbytes for p in model.parameters())
-    with pytest.raises(ValueError, match=r"no plan stays within .*; the smallest budget is") as error:
-        gradckpt.plan(model, (X,), budget=weights // 2, modules=Block)
-    assert int(re.search(r"\((\d+) bytes\)", str(error.value))[1]) > weights
-
-
 def test_the_optimizer_is_the_peak(monkeypatch):
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -274,31 +274,6 @@ def test_a_step_that_needs_more_than_its_optimizer():
     assert plan.smallest_budget == pytest.approx(smallest, abs=2**16)
     with pytest.raises(NoPlan, match="no plan stays within"):
         gradckpt.plan(model, (batch,), budget=smallest - 2**17, modules=Block, optimizer=optimizer)
-
-
-def test_a_second_model_counts():
-    model = Model()
-    alone = gradckpt.plan(model, (X,), budget="1GiB", modules=Block)
-    other = nn.Linear(1024, 1024)
-    both = gradckpt.plan(model, (X,), budget="1GiB", modules=Block)
-    more = sum(both.fixed.values()) - sum(alone.fixed.values())
-    assert more == pytest.approx(sum(p.nbytes for p in other.parameters()), rel=0.01)
-
-
-def test_a_plan_of_another_model_is_refused(tmp_path):
-    path = tmp_path / "plan.json"
-    gradckpt.plan(Model(), (X,), budget="1GiB", modules=Block).save(path)
-    plan = gradckpt.Plan.load(path)
-    plan.apply(Model())
-    with pytest.raises(ValueError, match=r"another model: Model has no module 'layers\.3'"):
-        plan.apply(Model(3))
-    with pytest.raises(ValueError, match=r"another model: 'layers\.0' .*; make a new plan"):
-        plan.apply(Model(norm=nn.BatchNorm1d))
-
-
-def test_eval_mode_is_refused():
-    with pytest.raises(ValueError, match="training mode"):
-        gradckpt.plan(Model().eval(), (X,), budget="1GiB")
 
 
 def test_a_cache_is_left_alone():
@@ -385,7 +360,8 @@ class TooLarge:
     """Compressing is fast, and its region's errors say far too much."""
 
     def of(self, block, option):
-        return Cost(0.1, 0.5) if option.name == "compress int8" else Cost(1.0, 0.5 if option.codec else 0.0)
+        compress = option.name == "compress int8"
+        return Cost(*((0.1, 0.5) if compress else (1.0, 0.5 if option.codec else 0.0)))
 
 
 def test_errors_of_regions_are_scaled_to_what_is_measured():

@@ -312,10 +312,3 @@ class TestOffload:
         turn_on(model, SPELLINGS[0], {"offload": False})
         step(model)
         assert puts(place) == 0
-
-    @pytest.mark.parametrize("offload", [1, "tape"])
-    def test_wrong(self, offload):
-        model = build()
-        with pytest.raises((TypeError, ValueError), match=r"^gradckpt: offload(=| is ).*'disk'"):
-            gradckpt.enable(model, offload=offload)
-        assert ADAPTER not in vars(model)

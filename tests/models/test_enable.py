@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers_names
-from apply_models import Net, regions_of
+from apply_models import regions_of
 from handles import config_of
 from test_huggingface import ADAPTER, IDS, LAYERS, on, step
 from test_huggingface import build as llama
@@ -138,7 +138,9 @@ CALLS = [
     ((), {"every_n_layer": 2}, ValueError, r"unknown option 'every_n_layer'; did you mean 'every_n_layers'\?"),
     ((), {"zip": 2}, ValueError, "unknown option 'zip'; choose one of: compress, .*modules"),
     ((), {"every_n_layers": 0}, ValueError, "every_n_layers is 1 or more"),
+    ((), {"every_n_layers": 1.5}, TypeError, "every_n_layers is an int"),
     ((), {"offload": 1}, TypeError, "offload is True, False, 'cpu', 'disk' or a"),
+    ((), {"offload": "tape"}, ValueError, "offload='tape' is no place.*'disk'"),
     ((), {"debug": 1}, TypeError, "debug is True or False"),
     ((), {"modules": 7}, TypeError, "modules are selected by class"),
     ((), {"policy": "save_all"}, ValueError, "unknown policy 'save_all'"),
@@ -415,10 +417,3 @@ def test_a_shallow_copy_of_a_model_is_undone_with_it():
     gradckpt.disable(twin)
     assert handle.modules == {}
     assert compressed(model) == 0
-
-
-def test_net_without_blocks_of_its_own_keeps_its_handle_usable():
-    model = Net()
-    with gradckpt.enable(model, modules="layers.?") as handle:
-        assert regions_of(model) == 4
-    assert handle.modules == {}

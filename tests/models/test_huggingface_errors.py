@@ -24,7 +24,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import gradckpt
 from gradckpt import GradckptInactiveWarning
-from gradckpt._models.inactivity import is_on
 
 CONFIG = transformers.LlamaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
 
@@ -163,24 +162,6 @@ class TestRefuses:
         before = dict(vars(model))
         gradckpt.disable(model)
         assert vars(model) == before
-
-    @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
-        [
-            ({"compress": "int7"}, ValueError, r"unknown codec 'int7'; did you mean 'int8'\? choose one of: raw"),
-            ({"compress": {"codecs": "int8"}}, ValueError, "unknown field 'codecs'"),
-            ({"compress": 8}, TypeError, "compress= takes"),
-            ({"fake_quantize": True}, ValueError, "'fake_quantize' is a field of compress="),
-            ({"every_n_layers": 0}, ValueError, "every_n_layers is 1 or more, not 0"),
-            ({"every_n_layers": 1.5}, TypeError, "every_n_layers is an int"),
-        ],
-    )
-    def test_arguments(self, arguments, error, message):
-        model = build()
-        with pytest.raises(error, match=message):
-            gradckpt.enable(model, **arguments)
-        assert ADAPTER not in vars(model)
-        assert not is_on(model)
 
     @pytest.mark.parametrize(
         ("kwargs", "message"),

@@ -502,9 +502,19 @@ BROKEN = [
 ]
 
 
+#: Of the many that a timer of nothing breaks, these run in `make test_all`.
+TIMED = ("bench_budget", "bench_codecs", "bench_overhead")
+
+
+def unless_like_others(row):
+    name, options, broken, _ = row
+    like_others = broken is no_time and (name not in TIMED or options == "torch")
+    return pytest.param(*row, marks=pytest.mark.soak) if like_others else row
+
+
 @pytest.mark.parametrize(
     ("name", "options", "broken", "words"),
-    BROKEN,
+    map(unless_like_others, BROKEN),
     ids=[" ".join([name, *options.split()[:1], how.__name__]) for name, options, how, _ in BROKEN],
 )
 def test_a_broken_benchmark_fails(name, options, broken, words, monkeypatch, capsys, tmp_path):
