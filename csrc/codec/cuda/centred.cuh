@@ -32,7 +32,7 @@ GCK_LANE_FN float mean_of(float (&v)[VALUES], uint32_t taken, int n)
     for (int j = 0; j < VALUES; j++) {
         sum += gck_round_product(v[j], scale);
     }
-    sum = lanes_sum(sum);
+    sum = group_sum(sum);
     return tiny || n == 0 ? 0.f : gck_float((uint32_t)gck_to_bf16((float)sum / (float)n * back) << 16);
 }
 
@@ -149,7 +149,7 @@ GCK_LANE_FN void choose_outliers(float (&v)[VALUES], float mean, candidate &grou
         sum += q * q;
         key[j] = q << 7 | (uint32_t)(GCK_GROUP - 1 - lane * VALUES - j);
     }
-    sum = (uint32_t)lanes_sum((int)sum);
+    sum = (uint32_t)group_sum((int)sum);
 #pragma unroll 1
     for (int k = 0; k < GCK_MOST_OUTLIERS; k++) {
         uint32_t below = 0;                        /* the largest key below `last`, less `last`: others are less */
@@ -174,9 +174,7 @@ GCK_LANE_FN void choose_outliers(float (&v)[VALUES], float mean, candidate &grou
 template <gck_format FORMAT, typename WORK>
 static __device__ __noinline__ void find_outliers(const WORK &work, candidate &group, int again)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
     const int lane = (int)threadIdx.x % LANES;
     float v[VALUES];
 
@@ -192,9 +190,7 @@ static __device__ __noinline__ void find_outliers(const WORK &work, candidate &g
 template <gck_format FORMAT, bool NOISY, typename WORK>
 static __device__ __noinline__ void encode_centred(const WORK &work, candidate &group)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
     const int lane = (int)threadIdx.x % LANES;
     const uint32_t taken = taken_of_lane(group.place, group.n);
     gck_centred c = {};
@@ -237,9 +233,7 @@ static __device__ __noinline__ void encode_centred(const WORK &work, candidate &
 template <gck_format FORMAT, typename WORK>
 static __device__ __noinline__ void store_centred(const WORK &work, const candidate &group)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
     const gck_centred c = group.centred;
     uint32_t codes[4] = {group.codes[0], group.codes[1], group.codes[2], group.codes[3]};
     uint16_t side[2] = {0, 0};
@@ -261,9 +255,8 @@ static __device__ __noinline__ void store_centred(const WORK &work, const candid
 template <gck_format FORMAT, typename WORK>
 static __device__ __noinline__ void decode_centred(const WORK &work)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
+    const int64_t ngroups = gck_groups_of(job.x.numel);
     const int lane = (int)threadIdx.x % LANES;
     const answer form = g < ngroups ? form_of<FORMAT>(side_of<FORMAT>(job.payload, g)) : RIGHT;
     share<FORMAT> s = {};

@@ -12,7 +12,7 @@ enum { NUMBERS_OF_LANE = VALUES / 4 };
 
 /* ---- across the lanes of a group ---- */
 
-GCK_LANE_FN uint32_t lanes_or(uint32_t bits)
+GCK_LANE_FN uint32_t group_or(uint32_t bits)
 {
 #pragma unroll
     for (int lanes = 1; lanes < LANES; lanes *= 2) {
@@ -21,9 +21,9 @@ GCK_LANE_FN uint32_t lanes_or(uint32_t bits)
     return bits;
 }
 
-GCK_LANE_FN uint64_t lanes_or(uint64_t bits)
+GCK_LANE_FN uint64_t group_or(uint64_t bits)
 {
-    return lanes_or((uint32_t)bits) | (uint64_t)lanes_or((uint32_t)(bits >> 32)) << 32;
+    return group_or((uint32_t)bits) | (uint64_t)group_or((uint32_t)(bits >> 32)) << 32;
 }
 
 /* The least; no zero has a sign. */
@@ -61,7 +61,7 @@ GCK_LANE_FN gck_extent extent_of(const VIEW &x, int64_t g)
         e.low = v[j] < e.low ? v[j] : e.low;
         e.high = v[j] > e.high ? v[j] : e.high;
     }
-    counts = (uint32_t)lanes_sum((int)counts);
+    counts = (uint32_t)group_sum((int)counts);
     e.n = (int)(counts & 0xFFu), e.escapes = (int)(counts >> 8 & 0xFFu), e.others = (int)(counts >> 16);
     e.low = group_low(e.low);
     e.high = group_high(e.high);
@@ -71,7 +71,7 @@ GCK_LANE_FN gck_extent extent_of(const VIEW &x, int64_t g)
     for (int j = 0; j < VALUES; j++) {
         used |= v[j] == v[j] ? (uint64_t)1 << gck_place(e.low, scale, v[j]) : 0u;
     }
-    const int last = gck_last_of_lower(lanes_or(used));
+    const int last = gck_last_of_lower(group_or(used));
 
 #pragma unroll
     for (int j = 0; j < VALUES; j++) {
@@ -82,7 +82,7 @@ GCK_LANE_FN gck_extent extent_of(const VIEW &x, int64_t g)
             e.inner_high = !lower && v[j] < e.inner_high ? v[j] : e.inner_high;
         }
     }
-    e.lower = lanes_sum(e.lower);
+    e.lower = group_sum(e.lower);
     e.inner_low = group_high(e.inner_low);
     e.inner_high = group_low(e.inner_high);
     e.inner_high = e.inner_high == none ? e.high : e.inner_high;       /* no value belongs to the upper class */
@@ -150,13 +150,12 @@ template <gck_format FORMAT, bool NOISY, typename WORK>
 static __device__ __noinline__ void encode_classes(const WORK &work, candidate &group)
 {
     enum { WORDS = WORK::view::WORDS };
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
+    const auto [job, g] = work_of_lane(work);
 
     if (group.found != NUMBERS) {
         return;
     }
-    const int64_t i = group_of_lane(block) * GCK_GROUP + (int)threadIdx.x % LANES * VALUES;
+    const int64_t i = g * GCK_GROUP + (int)threadIdx.x % LANES * VALUES;
     const gck_classes c = group.classes;
     const float inv = c.stored > 0 ? gck_inverse(FORMAT, 1, c.stored) : 0.f;
     const float far_inv = c.far_step != 0.f ? 1.f / c.far_step : 0.f;
@@ -198,9 +197,7 @@ static __device__ __noinline__ void encode_classes(const WORK &work, candidate &
 template <gck_format FORMAT, typename WORK>
 static __device__ __noinline__ void store_classes(const WORK &work, const candidate &group)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
 
     if (group.found != NUMBERS) {
         return;
@@ -259,9 +256,8 @@ GCK_LANE_FN void append_four(const untyped &, uint32_t (&w)[VALUES], const float
 template <gck_format FORMAT, typename WORK>
 static __device__ __noinline__ void decode_numbers(const WORK &work)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
+    const int64_t ngroups = gck_groups_of(job.x.numel);
     constexpr int BITS = 4 * gck_code_bits(FORMAT);
     const int lane = (int)threadIdx.x % LANES;
     const gck_dtype dtype = job.x.dtype();
@@ -282,7 +278,7 @@ static __device__ __noinline__ void decode_numbers(const WORK &work)
         mine |= spare > 0 ? number >> (BITS - spare) << (spare * m) : 0u;
         put_number(s, number);
     }
-    const uint64_t header = lanes_or((uint64_t)mine << (spare * NUMBERS_OF_LANE * lane));
+    const uint64_t header = group_or((uint64_t)mine << (spare * NUMBERS_OF_LANE * lane));
     if (here) {
         const gck_classes c = gck_classes_of(FORMAT, s.side & 0xFFFFu, header);
 #pragma unroll 1

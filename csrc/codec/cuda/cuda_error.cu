@@ -10,28 +10,23 @@ enum {
 };
 enum { LEAST_CAPABILITY = 75, MOST_CARDS = 64, LENGTH = 512 };
 
-/* 1 when a kernel caused it, perhaps not one of ours: then every call of the process returns it.  Numbers, because
+/* Errors that a kernel caused, perhaps not one of ours: then every call of the process returns them.  Numbers, because
  * older toolkits do not have all of the names. */
-static int is_sticky(int status)
+static const int sticky[] = {
+    214 /* ECCUncorrectable */, 220 /* NvlinkUncorrectable */, 226 /* Contained */, 700 /* IllegalAddress */,
+    702 /* LaunchTimeout */, 710 /* Assert */, 714 /* HardwareStackError */, 715 /* IllegalInstruction */,
+    716 /* MisalignedAddress */, 717 /* InvalidAddressSpace */, 718 /* InvalidPc */, 719 /* LaunchFailure */,
+    721 /* TensorMemoryLeak */,
+};
+
+static bool is_sticky(int status)
 {
-    switch (status) {
-    case 214:                                      /* cudaErrorECCUncorrectable      */
-    case 220:                                      /* cudaErrorNvlinkUncorrectable   */
-    case 226:                                      /* cudaErrorContained             */
-    case 700:                                      /* cudaErrorIllegalAddress        */
-    case 702:                                      /* cudaErrorLaunchTimeout         */
-    case 710:                                      /* cudaErrorAssert                */
-    case 714:                                      /* cudaErrorHardwareStackError    */
-    case 715:                                      /* cudaErrorIllegalInstruction    */
-    case 716:                                      /* cudaErrorMisalignedAddress     */
-    case 717:                                      /* cudaErrorInvalidAddressSpace   */
-    case 718:                                      /* cudaErrorInvalidPc             */
-    case 719:                                      /* cudaErrorLaunchFailure         */
-    case 721:                                      /* cudaErrorTensorMemoryLeak      */
-        return 1;
-    default:
-        return 0;
+    bool found = false;
+
+    for (const int one : sticky) {
+        found |= status == one;
     }
+    return found;
 }
 
 /* The compute capabilities of this machine's cards, those that kernels can be built for first, as

@@ -20,7 +20,8 @@ GCK_LANE_FN uint32_t four_codes(float a, float b, float c, float d, float m)
     const float up = unshift<FORMAT>();
 
     a = a * m * up, b = b * m * up, c = c * m * up, d = d * m * up;
-    return FORMAT == GCK_E4M3 ? ptx_e4m3x2(a, b) | ptx_e4m3x2(c, d) << 16 : ptx_e5m2x2(a, b) | ptx_e5m2x2(c, d) << 16;
+    return FORMAT == GCK_E4M3 ? ptx_e4m3x2(a, b) | (uint32_t)ptx_e4m3x2(c, d) << 16
+                              : ptx_e5m2x2(a, b) | (uint32_t)ptx_e5m2x2(c, d) << 16;
 #else
     return (uint32_t)gck_fp8_code(FORMAT, 0, a, m, GCK_NEAREST)
          | (uint32_t)gck_fp8_code(FORMAT, 0, b, m, GCK_NEAREST) << 8

@@ -115,9 +115,7 @@ GCK_LANE_FN int count_of(int64_t numel, int64_t g)
 template <gck_format FORMAT, bool NOISY, typename WORK>
 static __device__ __noinline__ void encode_odd(const WORK &work, float amax)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
     const int count = count_of(job.x.numel, g);
     uint8_t *codes = codes_of<FORMAT>(job.payload, g);
     uint16_t *side = side_of<FORMAT>(job.payload, g);
@@ -140,9 +138,8 @@ static __device__ __noinline__ void encode_odd(const WORK &work, float amax)
 template <gck_format FORMAT, typename WORK>
 static __device__ __noinline__ void decode_odd(const WORK &work)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
+    const int64_t ngroups = gck_groups_of(job.x.numel);
     const int count = count_of(job.x.numel, g);
     const uint8_t *codes = codes_of<FORMAT>(job.payload, g);
     void *values = side_by_side(job.x, g, count, false);
@@ -162,9 +159,8 @@ template <gck_format FORMAT, bool NOISY, typename WORK>
 static __global__ void __launch_bounds__(THREADS, blocks_of((const WORK *)NULL, NOISY))
 encode_kernel(const __grid_constant__ WORK work)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
+    const int64_t ngroups = gck_groups_of(job.x.numel);
     const int lane = (int)threadIdx.x % LANES;
     share<FORMAT> s;
 
@@ -181,9 +177,8 @@ template <gck_format FORMAT, typename WORK>
 static __global__ void __launch_bounds__(THREADS, blocks_of((const WORK *)NULL, false))
 decode_kernel(const __grid_constant__ WORK work)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t ngroups = gck_groups_of(job.x.numel), g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
+    const int64_t ngroups = gck_groups_of(job.x.numel);
     const int lane = (int)threadIdx.x % LANES;
     share<FORMAT> s = {};
     float v[VALUES];

@@ -38,7 +38,7 @@ GCK_LANE_FN uint32_t lane_encode(const VIEW &x, int64_t i, const gck_dither &dit
     to_codes<FORMAT, NOISY>(y, inv, 0, dither, i, codes);
     pack_codes<FORMAT>(codes, kept, s);
     s.side |= kept ? ((stored - low) >> 3) + 1u : 0u;
-    return doubt_of<FORMAT>(size, (uint32_t)lanes_sum((int)size.counts), amax, amax != 0 && wanted < low, x.dtype());
+    return doubt_of<FORMAT>(size, (uint32_t)group_sum((int)size.counts), amax, amax != 0 && wanted < low, x.dtype());
 }
 
 template <gck_format FORMAT>

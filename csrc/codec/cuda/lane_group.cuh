@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_LANE_GROUP_CUH
 #define GRADCKPT_LANE_GROUP_CUH
 
-#include "codec/cuda/launch.cuh"
+#include "codec/cuda/lane_io.cuh"
 #include "codec/format/rows.h"
 
 /* ---- views ---- */
@@ -90,33 +90,6 @@ GCK_LANE_FN uint32_t pack_halves(float lower, float upper)
     return DTYPE == GCK_F16 ? gck_to_f16(lower) | (uint32_t)gck_to_f16(upper) << 16
                             : gck_to_bf16(lower) | (uint32_t)gck_to_bf16(upper) << 16;
 #endif
-}
-
-/* Values i .. i + 15 of x as they lie in memory; zeros past its end. */
-template <gck_dtype DTYPE, int WORDS>
-GCK_LANE_FN void load_words(const typed<DTYPE> &x, int64_t i, uint32_t (&w)[WORDS])
-{
-    constexpr int EACH = VALUES / WORDS;
-
-#pragma unroll
-    for (int k = 0; k < WORDS; k++) {
-        w[k] = 0;
-    }
-    if (by_vectors(x, i)) {
-#pragma unroll
-        for (int k = 0; k < WORDS; k += 4) {
-            const uint4 q = __ldg((const uint4 *)(x.data + i) + k / 4);
-            w[k] = q.x, w[k + 1] = q.y, w[k + 2] = q.z, w[k + 3] = q.w;
-        }
-    } else {
-        for_each_value<VALUES>(x, i, x.numel - i, [&](int j, const typename element<DTYPE>::type *at) {
-            if constexpr (DTYPE == GCK_F32) {
-                w[j] = gck_bits(*at);
-            } else {
-                w[j / EACH] |= (uint32_t)*at << (16 * (j % EACH));
-            }
-        });
-    }
 }
 
 template <gck_dtype DTYPE, int WORDS>
@@ -290,29 +263,7 @@ GCK_LANE_FN looks load_and_look(const untyped &x, int64_t i, float (&v)[VALUES])
     return look_at(v);
 }
 
-/* The inverse: of words, and of values that are not escapes. */
-template <gck_dtype DTYPE, int WORDS>
-GCK_LANE_FN void store_words(const typed<DTYPE> &x, int64_t i, const uint32_t (&w)[WORDS])
-{
-    constexpr int EACH = VALUES / WORDS;
-
-    if (by_vectors(x, i)) {
-#pragma unroll
-        for (int k = 0; k < WORDS; k += 4) {
-            ((uint4 *)(x.data + i))[k / 4] = make_uint4(w[k], w[k + 1], w[k + 2], w[k + 3]);
-        }
-    } else {
-        for_each_value<VALUES>(x, i, x.numel - i, [&](int j, typename element<DTYPE>::type *at) {
-            if constexpr (DTYPE == GCK_F32) {
-                *at = gck_float(w[j]);
-            } else {
-                *at = (uint16_t)(w[j / EACH] >> (16 * (j % EACH)));
-            }
-        });
-    }
-}
-
-/* These are stored as they are, rounded if need be. */
+/* The inverse: words are stored as they are, rounded if need be. */
 GCK_LANE_FN void store_words(const untyped &x, int64_t i, const uint32_t (&w)[VALUES])
 {
     float *mine = scratch<float>() + (int)threadIdx.x % LANES * VALUES;
@@ -328,6 +279,7 @@ GCK_LANE_FN void store_words(const untyped &x, int64_t i, const uint32_t (&w)[VA
     });
 }
 
+/* Values that are not escapes. */
 template <gck_dtype DTYPE>
 GCK_LANE_FN void store_values(const typed<DTYPE> &x, int64_t i, const float (&v)[VALUES])
 {

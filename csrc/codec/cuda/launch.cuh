@@ -36,9 +36,9 @@ constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 
 /* ---- views, passed to kernels by value ---- */
 
-/* What group.h reads and writes a value of the dtype as. */
+/* The word that holds a value of the dtype. */
 template <gck_dtype DTYPE> struct element          { typedef uint16_t type; };
-template <>                struct element<GCK_F32> { typedef float type; };
+template <>                struct element<GCK_F32> { typedef uint32_t type; };
 
 /* Values one after the other. */
 template <typename T> struct dense {
@@ -138,6 +138,16 @@ GCK_LANE_FN uint32_t group_max(uint32_t amax)
     return amax;
 }
 
+/* Their sum. */
+GCK_LANE_FN int group_sum(int n)
+{
+#pragma unroll
+    for (int lanes = 1; lanes < LANES; lanes *= 2) {
+        n += __shfl_xor_sync(ALL_LANES, n, lanes);
+    }
+    return n;
+}
+
 /* One group per 8 lanes, and no loop: it would cost registers, and a grid of 2^31 - 1
  * blocks holds 2^43 values.  All lanes of a warp meet in the shuffles; those past the
  * last group carry zeros and store nothing. */
@@ -145,8 +155,6 @@ GCK_LANE_FN int64_t group_of_lane(unsigned block)
 {
     return (int64_t)block * GROUPS_PER_BLOCK + (int)threadIdx.x / LANES;
 }
-
-GCK_LANE_FN int64_t group_of_lane(void) { return group_of_lane(blockIdx.x); }
 
 /* ---- launchers ---- */
 
@@ -267,6 +275,21 @@ GCK_LANE_FN const job<VIEW> &job_of_block(const jobs<VIEW> &work, unsigned *bloc
     }
     *block = blockIdx.x - work.first[k];
     return work.item[k];
+}
+
+/* The job of this lane, and the number of its group in the tensor. */
+template <typename VIEW> struct lane_work {
+    const job<VIEW> &one;
+    int64_t          g;
+};
+
+template <typename WORK>
+GCK_LANE_FN lane_work<typename WORK::view> work_of_lane(const WORK &work)
+{
+    unsigned block;
+    const auto &one = job_of_block(work, &block);
+
+    return {one, group_of_lane(block)};
 }
 
 /* Collects jobs on the host; launch(work, grid) gets a job<VIEW> or a jobs<VIEW>. */

@@ -2,38 +2,37 @@
 #include "codec/cuda/launch.cuh"
 #include "codec/cuda/cuda_device.h"
 
+/* One call of CUDA with the card current: its status. */
+#define ON_CARD(index, call) launch_on(index, [=]() { return (int)(call); })
+
 static int stream_new(int index, void **stream)
 {
-    return launch_on(index, [=]() {
-        return (int)cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking);
-    });
+    return ON_CARD(index, cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking));
 }
 
 static void stream_free(int index, void *stream)
 {
-    launch_on(index, [=]() { return (int)cudaStreamDestroy((cudaStream_t)stream); });
+    ON_CARD(index, cudaStreamDestroy((cudaStream_t)stream));
 }
 
 static int event_new(int index, void **event)
 {
-    return launch_on(index, [=]() {
-        return (int)cudaEventCreateWithFlags((cudaEvent_t *)event, cudaEventDisableTiming);
-    });
+    return ON_CARD(index, cudaEventCreateWithFlags((cudaEvent_t *)event, cudaEventDisableTiming));
 }
 
 static void event_free(int index, void *event)
 {
-    launch_on(index, [=]() { return (int)cudaEventDestroy((cudaEvent_t)event); });
+    ON_CARD(index, cudaEventDestroy((cudaEvent_t)event));
 }
 
 static int record(int index, void *event, void *stream)
 {
-    return launch_on(index, [=]() { return (int)cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream); });
+    return ON_CARD(index, cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream));
 }
 
 static int wait(int index, void *stream, void *event)
 {
-    return launch_on(index, [=]() { return (int)cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0); });
+    return ON_CARD(index, cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0));
 }
 
 /* What is not done yet is an answer and no error. */
@@ -51,21 +50,17 @@ static int is_done(int index, void *event, int *done)
 
 static int finish(int index, void *event)
 {
-    return launch_on(index, [=]() { return (int)cudaEventSynchronize((cudaEvent_t)event); });
+    return ON_CARD(index, cudaEventSynchronize((cudaEvent_t)event));
 }
 
 static int copy_out(int index, void *stream, void *host, const void *device, int64_t nbytes)
 {
-    return launch_on(index, [=]() {
-        return (int)cudaMemcpyAsync(host, device, (size_t)nbytes, cudaMemcpyDeviceToHost, (cudaStream_t)stream);
-    });
+    return ON_CARD(index, cudaMemcpyAsync(host, device, (size_t)nbytes, cudaMemcpyDeviceToHost, (cudaStream_t)stream));
 }
 
 static int copy_in(int index, void *stream, void *device, const void *host, int64_t nbytes)
 {
-    return launch_on(index, [=]() {
-        return (int)cudaMemcpyAsync(device, host, (size_t)nbytes, cudaMemcpyHostToDevice, (cudaStream_t)stream);
-    });
+    return ON_CARD(index, cudaMemcpyAsync(device, host, (size_t)nbytes, cudaMemcpyHostToDevice, (cudaStream_t)stream));
 }
 
 /* A refusal is an answer, too: the memory is then used as it is. */

@@ -62,16 +62,6 @@ GCK_LANE_FN void unpack_again(uint32_t (&c)[N])
 
 /* ---- groups ---- */
 
-/* Of the 8 lanes of a group, in each of them. */
-GCK_LANE_FN int group_sum(int n)
-{
-#pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2) {
-        n += __shfl_xor_sync(ALL_LANES, n, lanes);
-    }
-    return n;
-}
-
 /* The largest exponent up to `most` of a group of rotated values, or 0. */
 template <gck_dtype DTYPE, int N>
 GCK_LANE_FN uint32_t largest_up_to(uint32_t most, const uint32_t (&c)[N])

@@ -112,16 +112,6 @@ GCK_LANE_FN int32_t sum_of_halves(int lane) { return lane == 0 ? GCK_GROUP / 2 :
 
 /* ---- a group ---- */
 
-/* Of the 8 lanes of a group, in each of them. */
-GCK_LANE_FN int lanes_sum(int n)
-{
-#pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2) {
-        n += __shfl_xor_sync(ALL_LANES, n, lanes);
-    }
-    return n;
-}
-
 /* Puts a zero in place of the group's first value of size `amax`, its largest; its index. */
 GCK_LANE_FN int take_largest(float (&v)[VALUES], uint32_t amax, float *taken)
 {

@@ -86,7 +86,7 @@ GCK_LANE_FN uint32_t encode_rotated(const VIEW &x, int64_t i, const gck_dither &
     if constexpr (FORMAT == GCK_INT6) {
         size.counts |= count_large<NOISY>(y, inv, codes) << 16;
     }
-    const uint32_t counts = (uint32_t)lanes_sum((int)size.counts);
+    const uint32_t counts = (uint32_t)group_sum((int)size.counts);
     const uint32_t uniform = FORMAT == GCK_INT6 && counts >> 16 > GCK_MANY_LARGE;
     to_codes<FORMAT, NOISY>(y, inv, uniform, dither, i, codes);
     pack_codes<FORMAT>(codes, amax != 0, s);

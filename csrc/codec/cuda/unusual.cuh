@@ -11,9 +11,7 @@ constexpr uint32_t LOST = 0x80000000u;
 template <gck_format FORMAT, bool NOISY, typename WORK>
 static __device__ __noinline__ void find_classes(const WORK &work, uint32_t doubt, candidate &group)
 {
-    unsigned block;
-    const auto &job = job_of_block(work, &block);
-    const int64_t g = group_of_lane(block);
+    const auto [job, g] = work_of_lane(work);
     const float rotated = gck_float(doubt & ~LOST);
 
     const gck_extent e = extent_of(job.x, g);

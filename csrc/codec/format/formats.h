@@ -9,10 +9,12 @@
 #define GCK_FORMAT(_, name, id, format, ...) format,
 typedef enum { GCK_GROUP_CODECS(GCK_FORMAT, _) GCK_NFORMATS } gck_format;
 
-/* The numbers of a row, in its order. */
+/* The numbers of a row. */
 typedef struct {
     int   code_bits;
     int   side_words;            /* 16-bit words beside a group's codes: the scale, and int4's outlier */
+    int   scales_rows;           /* rows that end within a group are scaled apart (rows.h), which floating codes
+                                  * do not need */
     int   is_fp8;                /* codes are OCP FP8 values; else integers or levels     */
     int   is_rotated;
     int   has_levels;            /* codes number levels, not multiples of a step          */
@@ -34,10 +36,12 @@ typedef struct {
 
 /* One function for each: comparisons with constants, which compilers fold where the format is known,
  * or known to be one of a few (nvcc folds no switch there, and its kernels took more registers). */
-#define GCK_NUMBER_OF_ROW(field, name, id, of, simd, cuda, rows, summary, error, ...) \
-    if (format == of) {                                                               \
-        const gck_format_numbers numbers = {__VA_ARGS__};                             \
-        return numbers.field;                                                         \
+#define GCK_NUMBER_OF_ROW(field, name, id, of, simd, cuda, bits, words, rows, summary, error, ...)           \
+    if (format == of) {                                                                                     \
+        const gck_format_numbers numbers = {                                                                \
+            .code_bits = bits, .side_words = words, .scales_rows = rows, __VA_ARGS__                        \
+        };                                                                                                  \
+        return numbers.field;                                                                               \
     }
 #define GCK_NUMBER(type, field)                                     \
     GCK_LAYOUT_FN GCK_CONSTEXPR type gck_##field(gck_format format) \
@@ -47,6 +51,7 @@ typedef struct {
     }
 GCK_NUMBER(int, code_bits)
 GCK_NUMBER(int, side_words)
+GCK_NUMBER(int, scales_rows)
 GCK_NUMBER(int, is_fp8)
 GCK_NUMBER(int, is_rotated)
 GCK_NUMBER(int, has_levels)
@@ -61,10 +66,6 @@ GCK_NUMBER(int, table_kinds)
 GCK_NUMBER(int, table_size)
 GCK_NUMBER(float, table_factor)
 GCK_NUMBER(float, table_unit)
-
-/* 1 when rows that end within a group are scaled apart. */
-#define GCK_ROWS_OF_ROW(_, name, id, of, simd, cuda, rows, ...) format == of ? rows :
-GCK_LAYOUT_FN GCK_CONSTEXPR int gck_scales_rows(gck_format format) { return GCK_GROUP_CODECS(GCK_ROWS_OF_ROW, _) 0; }
 
 /* Bytes of a group's codes. */
 GCK_LAYOUT_FN GCK_CONSTEXPR int gck_code_bytes(gck_format format) { return GCK_GROUP / 8 * gck_code_bits(format); }

@@ -36,31 +36,34 @@ GCK_TABLE uint32_t gck_sign_words[GCK_NPATTERNS][4] = {GCK_SIGN_PATTERNS(GCK_FOU
 GCK_FN int gck_pattern(int64_t group) { return (int)((uint32_t)group * 0x9E3779B1u >> 28); }
 
 /* Transform in place.  The stages run in the order of the index bits 0, 1, ... 6, which is part of
- * the format, because float addition is not associative. */
-GCK_FN void gck_hadamard(float *y)
-{
-    for (int i = 0; i < GCK_GROUP; i += 8) {       /* bits 0, 1, 2: written so that compilers use vectors */
-        float a[8], b[8];
-        for (int j = 0; j < 8; j++) {
-            a[j] = y[i + (j ^ 1)] + (j & 1 ? -y[i + j] : y[i + j]);
-        }
-        for (int j = 0; j < 8; j++) {
-            b[j] = a[j ^ 2] + (j & 2 ? -a[j] : a[j]);
-        }
-        for (int j = 0; j < 8; j++) {
-            y[i + j] = b[j ^ 4] + (j & 4 ? -b[j] : b[j]);
-        }
+ * the format, because float addition is not associative; integers may take any. */
+#define GCK_DEFINE_HADAMARD(name, type)                                                                     \
+    GCK_FN void name(type *y)                                                                               \
+    {                                                                                                       \
+        for (int i = 0; i < GCK_GROUP; i += 8) {   /* bits 0, 1, 2: written so that compilers use vectors */ \
+            type a[8], b[8];                                                                                \
+            for (int j = 0; j < 8; j++) {                                                                   \
+                a[j] = y[i + (j ^ 1)] + (j & 1 ? -y[i + j] : y[i + j]);                                     \
+            }                                                                                               \
+            for (int j = 0; j < 8; j++) {                                                                   \
+                b[j] = a[j ^ 2] + (j & 2 ? -a[j] : a[j]);                                                   \
+            }                                                                                               \
+            for (int j = 0; j < 8; j++) {                                                                   \
+                y[i + j] = b[j ^ 4] + (j & 4 ? -b[j] : b[j]);                                               \
+            }                                                                                               \
+        }                                                                                                   \
+        for (int h = 8; h < GCK_GROUP; h *= 2) {                                                            \
+            for (int i = 0; i < GCK_GROUP; i += 2 * h) {                                                    \
+                for (int j = i; j < i + h; j++) {                                                           \
+                    const type a = y[j], b = y[j + h];                                                      \
+                    y[j] = a + b;                                                                           \
+                    y[j + h] = a - b;                                                                       \
+                }                                                                                           \
+            }                                                                                               \
+        }                                                                                                   \
     }
-    for (int h = 8; h < GCK_GROUP; h *= 2) {
-        for (int i = 0; i < GCK_GROUP; i += 2 * h) {
-            for (int j = i; j < i + h; j++) {
-                const float a = y[j], b = y[j + h];
-                y[j] = a + b;
-                y[j + h] = a - b;
-            }
-        }
-    }
-}
+GCK_DEFINE_HADAMARD(gck_hadamard, float)
+GCK_DEFINE_HADAMARD(gck_hadamard_of_integers, int32_t)
 
 /* The values of a group, zeros for those that it lacks. */
 GCK_FN void gck_load_group(const void *x, gck_dtype dtype, int count, float *v)
@@ -116,29 +119,9 @@ GCK_FN float gck_of_sign(float v, float like) { return (v < 0.f) != (like < 0.f)
 GCK_FN void gck_unrotate(int32_t *value, float unit, float mean, int one_sign, int pattern, void *x, gck_dtype dtype,
                          int count)
 {
-    for (int i = 0; i < GCK_GROUP; i += 8) {       /* as gck_hadamard() */
-        int32_t a[8], b[8];
-        for (int j = 0; j < 8; j++) {
-            a[j] = value[i + (j ^ 1)] + (j & 1 ? -value[i + j] : value[i + j]);
-        }
-        for (int j = 0; j < 8; j++) {
-            b[j] = a[j ^ 2] + (j & 2 ? -a[j] : a[j]);
-        }
-        for (int j = 0; j < 8; j++) {
-            value[i + j] = b[j ^ 4] + (j & 4 ? -b[j] : b[j]);
-        }
-    }
-    for (int h = 8; h < GCK_GROUP; h *= 2) {
-        for (int i = 0; i < GCK_GROUP; i += 2 * h) {
-            for (int j = i; j < i + h; j++) {
-                const int32_t a = value[j], b = value[j + h];
-                value[j] = a + b;
-                value[j + h] = a - b;
-            }
-        }
-    }
     float v[GCK_GROUP];
 
+    gck_hadamard_of_integers(value);
     for (int i = 0; i < GCK_GROUP; i++) {
         v[i] = (float)value[i] * unit;
     }

@@ -95,7 +95,7 @@ static int decode_piece(void *values, int64_t first, int64_t count, int streamin
 /* Bytes of a group: of its codes, and beside them; and of a row. */
 #define GROUP_SIZE(bits, words, rows) {0, GCK_GROUP / 8 * (bits), 0, 2 * (words), rows}
 
-#define DEFINE(_, codec, id, format, simd, cuda, rows, words_for_users, error, bits, words, ...)         \
+#define DEFINE(_, codec, id, format, simd, cuda, bits, words, rows, words_for_users, error, ...)         \
     GCK_DECLARE_CUDA(codec)                                                                              \
     static int codec##_encode(const gck_tensor *x, gck_bytes to, const gck_how *how, int64_t first,      \
                               int64_t last)                                                              \

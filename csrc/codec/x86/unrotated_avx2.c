@@ -1,10 +1,11 @@
-/* fp8_avx2.c: fp8_e4m3 and fp8_e5m2 for AVX2. */
+/* unrotated_avx2.c: fp8_e4m3, fp8_e5m2 and int8_plain for AVX2. */
 #if defined(__x86_64__)
 
 #include "codec/x86/fp8_tables.h"
+#include "codec/x86/integer_avx2.h"
 #include "codec/x86/noise_avx2.h"
 
-/* ---- encode ---- */
+/* ---- encode: fp8 ---- */
 
 typedef struct {
     load_constants load;
@@ -12,6 +13,7 @@ typedef struct {
     __m256i        shift;                /* 16-bit lanes: the factor of mulhrs           */
     __m256i        code, sign;           /* 16-bit lanes: 7 bits; bytes: bit 7           */
     __m256i        cell;                 /* 16-bit lanes: 4 bits                         */
+    __m256         rounder;              /* int8_plain                                   */
 } encode_constants;
 
 /* The last place of a code is bit 4 (E5M2: 5) of the upper half of the product. */
@@ -20,7 +22,7 @@ INLINE encode_constants encode_constants_of(gck_format format, gck_dtype dtype)
     const int e4m3 = format == GCK_E4M3;
     return (encode_constants){constants_of(dtype), kept(e4m3 ? 0x00170017u : 0x002F002Fu),
                               kept(e4m3 ? 0x08000800u : 0x04000400u), kept(0x007F007Fu), kept(0x80808080u),
-                              kept(0x000F000Fu)};
+                              kept(0x000F000Fu), kept_ps(ROUNDER)};
 }
 
 /* gck_fp8_code() of 16 values, in 16-bit lanes.  *product: the upper halves of the
@@ -56,23 +58,14 @@ INLINE __m256i noisy16(gck_format format, v16 v, __m256 m, __m256i noise, encode
     return _mm256_min_epi16(_mm256_and_si256(_mm256_srli_epi16(*product, shift), c.code), last);
 }
 
-/* noise: NULL rounds to nearest. */
-INLINE void encode_group(gck_format format, gck_dtype dtype, const char *group, float multiplier, const __m256i *noise,
-                         uint8_t *out, encode_constants c, int stream)
+/* 32 codes as two packs leave them.  noise: of the first 16 values and the others; NULL rounds to nearest. */
+INLINE __m256i fp8_bytes(gck_format format, v16 first, v16 second, __m256 m, const __m256i *noise, encode_constants c)
 {
-    const __m256i no_flip = _mm256_setzero_si256();
-    const __m256 m = _mm256_set1_ps(multiplier);
+    __m256i a, b;
+    const __m256i abs_a = noise ? noisy16(format, first, m, noise[0], c, &a) : rounded16(first, m, c, &a);
+    const __m256i abs_b = noise ? noisy16(format, second, m, noise[1], c, &b) : rounded16(second, m, c, &b);
 
-    for (int k = 0; k < 8; k += 2) {
-        __m256i a, b;
-        const v16 first = load16(group, dtype, k, no_flip, c.load);
-        const v16 second = load16(group, dtype, k + 1, no_flip, c.load);
-        const __m256i abs_a = noise ? noisy16(format, first, m, noise[k], c, &a) : rounded16(first, m, c, &a);
-        const __m256i abs_b = noise ? noisy16(format, second, m, noise[k + 1], c, &b) : rounded16(second, m, c, &b);
-        const __m256i abs = _mm256_packus_epi16(abs_a, abs_b);
-        const __m256i sign = _mm256_and_si256(_mm256_packs_epi16(a, b), c.sign);
-        store(out + 16 * k, _mm256_permute4x64_epi64(_mm256_or_si256(abs, sign), 0xD8), stream);
-    }
+    return _mm256_or_si256(_mm256_packus_epi16(abs_a, abs_b), _mm256_and_si256(_mm256_packs_epi16(a, b), c.sign));
 }
 
 /* 1 when a nonzero bfloat16 is below `normal` in magnitude: its code may be a subnormal. */
@@ -121,11 +114,41 @@ INLINE int encode_e4m3_bf16(const char *group, uint32_t stored, float multiplier
         || !any_subnormal(group, (128u - exponent) << 7);
 }
 
+/* ---- encode ---- */
+
+INLINE __m256i noisy_of(v16 v, __m256 inverse, __m256i noise)
+{
+    return rounded_noisy((v16){_mm256_mul_ps(v.even, inverse), _mm256_mul_ps(v.odd, inverse)}, noise);
+}
+
+/* The same as fp8_bytes(), of int8_plain. */
+INLINE __m256i integer_bytes(v16 a, v16 b, __m256 inverse, const __m256i *noise, __m256 rounder)
+{
+    return noise ? noisy_bytes(noisy_of(a, inverse, noise[0]), noisy_of(b, inverse, noise[1]))
+                 : _mm256_packs_epi16(quantised(a, inverse, rounder), quantised(b, inverse, rounder));
+}
+
+/* noise: NULL rounds to nearest. */
+INLINE void encode_group(gck_format format, gck_dtype dtype, const char *group, float multiplier, const __m256i *noise,
+                         uint8_t *out, encode_constants c, int stream)
+{
+    const __m256i no_flip = _mm256_setzero_si256();
+    const __m256 m = _mm256_set1_ps(multiplier);
+
+    for (int k = 0; k < 8; k += 2) {
+        const v16 a = load16(group, dtype, k, no_flip, c.load), b = load16(group, dtype, k + 1, no_flip, c.load);
+        const __m256i *here = noise ? noise + k : NULL;
+        const __m256i packed = gck_is_fp8(format) ? fp8_bytes(format, a, b, m, here, c)
+                                                  : integer_bytes(a, b, m, here, c.rounder);
+        store(out + 16 * k, _mm256_permute4x64_epi64(packed, 0xD8), stream);
+    }
+}
+
 INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
                    uint16_t *scales, const gck_dither *dither, int64_t index, int stream)
 {
     const uint32_t limit = gck_limit(dtype), large = 0x45FFFFFFu;   /* the last below GCK_LARGE */
-    const uint32_t top = limit < large ? limit : large;
+    const uint32_t top = gck_is_fp8(format) && large < limit ? large : limit;
     const size_t stride = group_nbytes(dtype);
     const encode_constants c = encode_constants_of(format, dtype);
     const int noisy = dither != NULL;
@@ -164,16 +187,16 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
     }
 }
 
-/* ---- decode ---- */
+/* ---- decode: fp8 ---- */
 
 /* Steps s with 2^-100 <= s < 2^7: every product is normal, and s * 2^120 is finite. */
-INLINE int step_is_ordinary(gck_format format, uint16_t scale)
+INLINE int fp8_step_is_ordinary(gck_format format, uint16_t scale)
 {
     const int unit = 127 + (format == GCK_E5M2 ? 40 : 32);       /* the exponent of s = 1 */
     return scale >= (unit - 100) << 7 && scale < (unit + 7) << 7;
 }
 
-INLINE float step_of(gck_format format, uint16_t scale)
+INLINE float fp8_step_of(gck_format format, uint16_t scale)
 {
     return gck_float((uint32_t)scale << 16) * (format == GCK_E5M2 ? 0x1p-40f : 0x1p-32f);
 }
@@ -272,21 +295,66 @@ INLINE void decode_bf16(gck_format format, const uint8_t *codes, float step, cha
     }
 }
 
+/* ---- decode: int8_plain ---- */
+
+typedef struct {
+    __m256i exponent, even_bytes, odd_bytes;
+    __m256  bias;
+} integer_constants;
+
+INLINE integer_constants integer_constants_of(void)
+{
+    return (integer_constants){
+        .exponent = kept(0x47008000u),
+        .even_bytes = _mm256_setr_epi8(-1, 0, -1, -1, -1, 2, -1, -1, -1, 4, -1, -1, -1, 6, -1, -1,
+                                       -1, 8, -1, -1, -1, 10, -1, -1, -1, 12, -1, -1, -1, 14, -1, -1),
+        .odd_bytes = _mm256_setr_epi8(-1, 1, -1, -1, -1, 3, -1, -1, -1, 5, -1, -1, -1, 7, -1, -1,
+                                      -1, 9, -1, -1, -1, 11, -1, -1, -1, 13, -1, -1, -1, 15, -1, -1),
+        .bias = kept_ps(0x1p15f + 128.f),
+    };
+}
+
+/* code + 128 + 2^15, of the codes that `bytes` moves to bits 8..15 of the lanes.  With
+ * 9 bits, 2^15 + 128 times a step is exact, and so is the fused difference. */
+INLINE __m256 biased(__m256i codes, __m256i bytes, __m256i exponent)
+{
+    return _mm256_castsi256_ps(_mm256_xor_si256(_mm256_shuffle_epi8(codes, bytes), exponent));
+}
+
+INLINE void decode_integers(gck_dtype dtype, const uint8_t *codes, __m256 step, char *group, integer_constants q,
+                            store_constants c, int stream)
+{
+    const __m256 zero = _mm256_mul_ps(step, q.bias);
+
+    for (int k = 0; k < 8; k++) {
+        const __m256i w = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes + k));
+        const __m256 even = biased(w, q.even_bytes, q.exponent), odd = biased(w, q.odd_bytes, q.exponent);
+        store16(group, dtype, k, (v16){_mm256_fmsub_ps(even, step, zero), _mm256_fmsub_ps(odd, step, zero)},
+                _mm256_setzero_si256(), c, stream);
+    }
+}
+
+/* ---- decode ---- */
+
 INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales, int64_t ngroups,
                    void *x, int stream)
 {
     const size_t stride = group_nbytes(dtype);
     const store_constants c = store_constants_of();
     const bf16_constants q = bf16_constants_of(format);
+    const integer_constants i = integer_constants_of();
     char *group = x;
 
     for (int64_t g = 0; g < ngroups; g++, codes += GCK_GROUP, group += stride) {
-        if (!step_is_ordinary(format, scales[g]) && !is_zero_group(format, codes, scales[g])) {
+        const int ordinary = gck_is_fp8(format) ? fp8_step_is_ordinary(format, scales[g]) : step_is_ordinary(scales[g]);
+        if (!ordinary && !is_zero_group(format, codes, scales[g])) {
             decode_odd(format, dtype, codes, scales + g, 0, group);
+        } else if (!gck_is_fp8(format)) {
+            decode_integers(dtype, codes, step_of(scales[g]), group, i, c, stream);
         } else if (dtype == GCK_BF16) {
-            decode_bf16(format, codes, step_of(format, scales[g]), group, q, stream);
+            decode_bf16(format, codes, fp8_step_of(format, scales[g]), group, q, stream);
         } else {
-            decode_wide(format, dtype, codes, step_of(format, scales[g]), group, c, stream);
+            decode_wide(format, dtype, codes, fp8_step_of(format, scales[g]), group, c, stream);
         }
     }
 }
@@ -311,13 +379,11 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
         (void)index;                                                                                \
         STREAMED(decode, x, format, dtype, codes, scales, ngroups, x)                               \
     }
-KERNELS(GCK_E4M3, GCK_F32)
-KERNELS(GCK_E4M3, GCK_F16)
-KERNELS(GCK_E4M3, GCK_BF16)
-KERNELS(GCK_E5M2, GCK_F32)
-KERNELS(GCK_E5M2, GCK_F16)
-KERNELS(GCK_E5M2, GCK_BF16)
+#define DTYPES(format) KERNELS(format, GCK_F32) KERNELS(format, GCK_F16) KERNELS(format, GCK_BF16)
+DTYPES(GCK_E4M3)
+DTYPES(GCK_E5M2)
+DTYPES(GCK_INT8_PLAIN)
 
 #else
-typedef int gck_fp8_avx2_is_empty;       /* ISO C requires a declaration in every file */
+typedef int gck_unrotated_avx2_is_empty;     /* ISO C requires a declaration in every file */
 #endif

@@ -1,9 +1,10 @@
-/* fp8_avx512.c: fp8_e4m3 and fp8_e5m2 on AVX-512. */
+/* unrotated_avx512.c: fp8_e4m3, fp8_e5m2 and int8_plain on AVX-512. */
 #if defined(__x86_64__)
 #include "codec/x86/fp8_tables.h"
+#include "codec/x86/integer_avx512.h"
 #include "codec/x86/noise_avx512.h"
 
-/* ---- encode ---- */
+/* ---- encode: fp8 ---- */
 
 /* gck_fp8_code() of |lo|, |hi|: 32 words of 7 bits, in pair order.
  * Rounding has two parts: subtract 1 when the last kept bit is even, so that a tie falls below the
@@ -113,6 +114,29 @@ INLINE int encode_e4m3_bf16(const constants *c, const void *x, uint32_t stored, 
     return _mm512_cmpgt_epi8_mask(all32(0x08080808u), least) == 0 || !any_subnormal(x, (128u - exponent) << 7);
 }
 
+/* ---- encode ---- */
+
+/* noise: of the group; NULL rounds to nearest. */
+INLINE void encode_integers(const constants *c, gck_dtype dtype, const void *x, __m512 inverse, const __m512i *noise,
+                            uint8_t *codes, int stream)
+{
+    __m512 y[8];
+
+    for (int k = 0; k < 4; k++) {
+        load_pair(c, x, dtype, k, &y[2 * k], &y[2 * k + 1]);
+    }
+    if (noise != NULL) {
+        for (int j = 0; j < 8; j++) {
+            y[j] = _mm512_mul_ps(y[j], inverse);
+        }
+        put(codes, quantise_noisy(c, dtype, y, noise), stream);
+        put(codes + 64, quantise_noisy(c, dtype, y + 4, noise + 2), stream);
+    } else {
+        put(codes, quantise(c, dtype, y, inverse), stream);
+        put(codes + 64, quantise(c, dtype, y + 4, inverse), stream);
+    }
+}
+
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
                           uint8_t *codes, uint16_t *scales, int64_t index, const gck_dither *dither, int streaming)
 {
@@ -147,8 +171,13 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
             if (dither != NULL) {
                 noise_of_group(&p, index + first + i, noise);
             }
-            put(cg, encode_half(&c, format, dtype, xg, 0, m, dither != NULL ? noise : NULL), stream);
-            put(cg + 64, encode_half(&c, format, dtype, xg, 1, m, dither != NULL ? noise : NULL), stream);
+            const __m512i *bits = dither != NULL ? noise : NULL;
+            if (gck_is_fp8(format)) {
+                put(cg, encode_half(&c, format, dtype, xg, 0, m, bits), stream);
+                put(cg + 64, encode_half(&c, format, dtype, xg, 1, m, bits), stream);
+            } else {
+                encode_integers(&c, dtype, xg, m, bits, cg, stream);
+            }
         }
     }
     if (stream) {
@@ -156,7 +185,7 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
     }
 }
 
-/* ---- decode ---- */
+/* ---- decode: fp8 ---- */
 
 /* A code of exponent e > 0 is a significand (8..15, E5M2: 4..7) x 2^(e + const); one of
  * e = 0 is a subnormal, 0..7 (0..3) x 2^const.  Both kinds x step, rounded to the dtype
@@ -174,14 +203,16 @@ TABLE float e4m3_values[16] = {SUBNORMAL(0), SUBNORMAL(1), SUBNORMAL(2), SUBNORM
 TABLE float e5m2_values[16] = {0x0p0f, 1 * 0x1p-56f, 2 * 0x1p-56f, 3 * 0x1p-56f,
                                4 * 0x1p-57f, 5 * 0x1p-57f, 6 * 0x1p-57f, 7 * 0x1p-57f};
 
-/* No escape, and in biased exponents of the stored scale: the least table entry,
+/* No escape, and in biased exponents of the stored scale.  fp8: the least table entry,
  * 2^-41 (2^-56) x stored, is normal from 42 (57) on; below 254 every value, 480 (2^16.9)
- * x stored x 2^-16 at an intermediate step of the reference, is finite. */
+ * x stored x 2^-16 at an intermediate step of the reference, is finite.  int8_plain: the product is
+ * taken once where the reference takes two; both are equal if the step is normal, from 33 on. */
 INLINE int ordinary_scale(gck_format format, uint32_t scale)
 {
-    const uint32_t low = (format == GCK_E4M3 ? 48u : 64u) << 7;
+    const uint32_t low = (format == GCK_E4M3 ? 48u : format == GCK_E5M2 ? 64u : 33u) << 7;
+    const uint32_t end = (gck_is_fp8(format) ? 254u : 255u) << 7;
 
-    return scale - low < (254u << 7) - low;
+    return scale - low < end - low;
 }
 
 /* The row of the table that a code without sign selects is its mantissa if e = 0, else
@@ -207,8 +238,8 @@ INLINE __m512 decode_floats(const constants *c, gck_format format, const uint8_t
         _mm512_add_epi32(_mm512_permutexvar_epi32(row, values), _mm512_and_si512(moved, c->fp8_rest)));
 }
 
-INLINE void decode_group(const constants *c, gck_format format, gck_dtype dtype, const uint8_t *codes,
-                         uint32_t scale, void *x, int stream)
+INLINE void decode_fp8(const constants *c, gck_format format, gck_dtype dtype, const uint8_t *codes,
+                       uint32_t scale, void *x, int stream)
 {
     const __m512 step = _mm512_castsi512_ps(_mm512_set1_epi32((int)(scale << 16)));
     const __m512 products = _mm512_mul_ps(table_ps(format == GCK_E4M3 ? e4m3_values : e5m2_values), step);
@@ -229,6 +260,46 @@ INLINE void decode_group(const constants *c, gck_format format, gck_dtype dtype,
     }
 }
 
+/* ---- decode: int8_plain ---- */
+
+/* Codes 32 k .. 32 k + 31 to bfloat16, without a conversion: a byte placed at bit 15 of 256.0 makes
+ * 256 + (code ^ 0x80) = 384 + code.  (384 + code) * s - 384 * s by FMA is code * s: that has 15
+ * bits, so it is exact, and +0 for code 0. */
+INLINE __m512i integer_words(const constants *c, const uint8_t *codes, __m512 step, __m512 minus_384_steps)
+{
+    const __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
+    const __m512 lo = _mm512_castsi512_ps(and_xor(_mm512_slli_epi32(w, 15), c->field, c->bias));
+    const __m512 hi = _mm512_castsi512_ps(and_xor(_mm512_srli_epi32(w, 1), c->field, c->bias));
+
+    return to_bf16(c, _mm512_fmadd_ps(lo, step, minus_384_steps), _mm512_fmadd_ps(hi, step, minus_384_steps));
+}
+
+INLINE __m512 integer_floats(const uint8_t *codes, __m512 step)
+{
+    const __m512i q = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes));
+
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(q), step);
+}
+
+INLINE void decode_integers(const constants *c, gck_dtype dtype, const uint8_t *codes, uint32_t scale,
+                            void *x, int stream)
+{
+    const __m512 stored = _mm512_castsi512_ps(_mm512_set1_epi32((int)(scale << 16)));
+    const __m512 step = _mm512_mul_ps(stored, c->step);
+    const __m512 minus_384_steps = _mm512_mul_ps(stored, c->minus_384_steps);
+
+    for (int k = 0; k < 4; k++) {
+        if (dtype == GCK_BF16) {
+            put((char *)x + 64 * k, integer_words(c, codes + 32 * k, step, minus_384_steps), stream);
+        } else {
+            put_pair(c, x, dtype, k, integer_floats(codes + 32 * k, step),
+                     integer_floats(codes + 32 * k + 16, step), stream);
+        }
+    }
+}
+
+/* ---- decode ---- */
+
 INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales,
                           int64_t ngroups, void *x, int64_t index, int streaming)
 {
@@ -238,10 +309,12 @@ INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *cod
     for (int64_t g = 0; g < ngroups; g++) {
         char *xg = (char *)x + (size_t)g * group_bytes(dtype);
 
-        if (ordinary_scale(format, scales[g])) {
-            decode_group(&c, format, dtype, codes + g * GCK_GROUP, scales[g], xg, stream);
-        } else {
+        if (!ordinary_scale(format, scales[g])) {
             decode_rare(format, codes + g * GCK_GROUP, scales + g, index + g, xg, dtype);
+        } else if (gck_is_fp8(format)) {
+            decode_fp8(&c, format, dtype, codes + g * GCK_GROUP, scales[g], xg, stream);
+        } else {
+            decode_integers(&c, dtype, codes + g * GCK_GROUP, scales[g], xg, stream);
         }
     }
     if (stream) {
@@ -251,7 +324,8 @@ INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *cod
 
 GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_E4M3)
 GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_E5M2)
+GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT8_PLAIN)
 
 #else
-typedef int gck_fp8_avx512_is_empty;       /* ISO C requires a declaration in every file */
+typedef int gck_unrotated_avx512_is_empty;     /* ISO C requires a declaration in every file */
 #endif
