@@ -19,6 +19,9 @@ from targets import LEFT, is_left
 
 def pytest_addoption(parser):
     parser.addoption("--target", choices=("test", "test_all"), help="only the tests of this target of the Makefile")
+    parser.addoption(
+        "--rows", type=int, help="of each parametrized test at most so many rows, first and last among them"
+    )
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -40,6 +43,22 @@ def _of_target(config, items):
     mine = [is_left(item.nodeid.removeprefix("tests/")) == (target == "test_all") for item in items]
     config.hook.pytest_deselected(items=[item for item, of_it in zip(items, mine, strict=True) if not of_it])
     items[:] = [item for item, of_it in zip(items, mine, strict=True) if of_it]
+
+
+def _some_rows(config, items):
+    """Of a test with many rows those that lie evenly apart."""
+    most = config.getoption("--rows")
+    if most is None:
+        return
+    rows = {}
+    for item in items:
+        rows.setdefault((item.path, item.parent.name, getattr(item, "originalname", item.name)), []).append(item)
+    kept = {
+        each[(len(each) - 1) * i // max(most - 1, 1)] for each in rows.values() for i in range(min(most, len(each)))
+    }
+    kept |= {item for each in rows.values() if len(each) <= most for item in each}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 # ---- a session
@@ -187,6 +206,7 @@ def pytest_collection_modifyitems(config, items):
 
     items[:] = [item for item in items if exists(item)]
     _of_target(config, items)
+    _some_rows(config, items)
 
 
 # ---- transformers before 5.23: what it has not is skipped, with the reason
