@@ -250,7 +250,7 @@ def _attention_backward_scratch(results: Any, gradient: Any, q: Any, k: Any, *_:
     buffer = _accumulated(q) * (torch.get_num_threads() * 2 * rows * columns + rows)
     if q.itemsize == 2:  # the operands of its products
         buffer += torch.get_num_threads() * 4 * rows * columns
-        if q.dtype is torch.float16 or torch.backends.cpu.get_cpu_capability() != "AVX2":
+        if torch.backends.cpu.get_cpu_capability() != "AVX2":
             buffer += 2 * rows * columns + 4 * columns * q.shape[-1]  # about what oneDNN has in one of them
     return Scratch(results, [copy, None, None, None, buffer, -buffer, -copy])
 
