@@ -26,8 +26,8 @@ NOT_OF_CHECKPOINT = re.compile(
 #: A ValueError there is the parser's, which puts the program's name before it.
 PARSED = {ROOT / "gradckpt" / name for name in ("run.py", "_script.py")}
 
-#: Of setup.py: the middle of a message.
-PARTS = {"CudaError"}
+#: The middle of a message: of setup.py; and of a plan, which says why a step cannot be simulated.
+PARTS = {"CudaError", "NotOnPaper"}
 
 
 def template(node):

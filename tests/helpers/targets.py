@@ -33,7 +33,7 @@ LEFT_BECAUSE = {
         "package/test_benchmarks_selective.py",
         "package/test_benchmarks_training.py",
         "package/test_docs.py::test_commands_run",
-        "package/test_docs.py::test_changelog_is_in_the_site",
+        "package/test_docs.py::test_files_of_the_root_are_in_the_site",
         "package/test_docs.py::test_every_page_is_built",
         "package/test_docs.py::test_examples_run",
         "package/test_docs.py::test_nothing_is_loaded_from_elsewhere",
