@@ -1,5 +1,5 @@
-"""Tests that need the virtual device run in two processes of their own, one for each half of the
-files, which tell what becomes of each.
+"""Tests that need the virtual device run in three processes of their own, which tell what
+becomes of each.
 
 torch starts a thread for each device at the first backward, so the device must be there before; and
 other tests must not find it."""
@@ -74,29 +74,31 @@ def _outcome_of(nodeid, nodeids):
 
 if not OUTCOMES:
 
-    def _half_of(item):
+    def _process_for(item):
+        if "peers" in item.path.stem:
+            return "device: peers"  # whose streams are not ours to order
         return "device: graphs, offload" if re.search("graphs|offload", item.path.stem) else "device"
 
     def _named(item):
         """Its name without the group that xdist appends."""
-        return item.nodeid.removesuffix(f"@{_half_of(item)}")
+        return item.nodeid.removesuffix(f"@{_process_for(item)}")
 
     def pytest_collection_modifyitems(session, items):
         for item in items:
             if item.path.parent == FOLDER:
-                item.add_marker(pytest.mark.xdist_group(_half_of(item)))
+                item.add_marker(pytest.mark.xdist_group(_process_for(item)))
                 item.fixturenames.clear()  # they are made where the test runs
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(pyfuncitem):
         if pyfuncitem.path.parent != FOLDER:
             return None
-        half = [
+        together = [
             _named(item)
             for item in pyfuncitem.session.items
-            if item.path.parent == FOLDER and _half_of(item) == _half_of(pyfuncitem)
+            if item.path.parent == FOLDER and _process_for(item) == _process_for(pyfuncitem)
         ]
-        outcome, text = _outcome_of(_named(pyfuncitem), tuple(half))
+        outcome, text = _outcome_of(_named(pyfuncitem), tuple(together))
         if outcome == "skipped":
             pytest.skip(text)
         if outcome != "passed":
