@@ -12,7 +12,7 @@ import sys
 import pytest
 from built import built_once
 from checkout import ROOT, TESTS
-from targets import LEFT, is_left
+from targets import LEFT, SOAK, is_left
 
 # ---- make test and make test_all
 
@@ -196,6 +196,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if (world := _world_of(item)) is not None:
             item.add_marker(pytest.mark.xdist_group(world))
+        if item.nodeid.removeprefix("tests/").startswith(tuple(SOAK)):
+            item.add_marker(pytest.mark.soak)
     from gradckpt import codecs
 
     def exists(item):

@@ -123,6 +123,20 @@ LEFT_BECAUSE = {
 }
 LEFT = [key for keys in LEFT_BECAUSE.values() for key in keys]
 
+#: What only `make soak` runs, beside the tests that are marked so: they take a minute each, and of
+#: each the other targets have a part.
+SOAK = [
+    "codec/test_toy_codec.py::test_the_tests_over_all_codecs_see_it",
+    "engine/test_long_chains.py::test_a_long_chain_under_compress_saved",
+    "engine/test_offloader.py::test_more_calls_of_the_device_may_fail",
+    "equivalence/test_layout_sweep.py::test_every_layout_with_every_pair_of_door_and_codec[operators",
+    "equivalence/test_opinfo.py::test_gradients_of_every_operator_are_those_of_plain_autograd[bfloat16",
+    "equivalence/test_opinfo.py::test_gradients_of_every_operator_are_those_of_plain_autograd[float64",
+    "models/test_plan.py::test_the_longest_sequence_fits_and_a_longer_one_does_not[eager",
+    "package/test_plan_budget_command.py::test_codecs_are_permitted_one_by_one",
+    "package/test_plan_budget_command.py::test_unrolled_segments_are_those_of_the_whole_step",
+]
+
 
 def is_left(name):
     """Does the table name this folder, file or test, or what it lies in?"""
