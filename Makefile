@@ -42,7 +42,7 @@ GPU_BUILT := $(if $(GPU_PYTHON),build,$(VENV))/.gpu-$(CARDS)
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 # A test that hangs where no signal reaches it (C++ that waits with the GIL held) ends the run, with all its stacks.
 WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
-# Of `make test_newer`: the folders whose tests meet torch's engine most, without what meets it as regions do, or not.
+# Of `make test_newer`: the folders whose tests meet torch's engine most, without budgets, plans and offload's files.
 ROOMS := tests/engine tests/equivalence tests/selective tests/compile tests/models \
     --ignore-glob='*/models/test_budget*' --ignore-glob='*/models/test_plan*' \
     --ignore-glob='*/engine/test_byte_store*' --ignore-glob='*/engine/test_offload*'

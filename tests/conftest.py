@@ -40,9 +40,12 @@ def _of_target(config, items):
     target = config.getoption("--target")
     if target is None:
         return
-    mine = [is_left(item.nodeid.removeprefix("tests/")) == (target == "test_all") for item in items]
-    config.hook.pytest_deselected(items=[item for item, of_it in zip(items, mine, strict=True) if not of_it])
-    items[:] = [item for item, of_it in zip(items, mine, strict=True) if of_it]
+    _keep(config, items, {i for i in items if is_left(i.nodeid.removeprefix("tests/")) == (target == "test_all")})
+
+
+def _keep(config, items, kept):
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def _some_rows(config, items):
@@ -53,12 +56,11 @@ def _some_rows(config, items):
     rows = {}
     for item in items:
         rows.setdefault((item.path, item.parent.name, getattr(item, "originalname", item.name)), []).append(item)
-    kept = {
-        each[(len(each) - 1) * i // max(most - 1, 1)] for each in rows.values() for i in range(min(most, len(each)))
-    }
-    kept |= {item for each in rows.values() if len(each) <= most for item in each}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    kept = set()
+    for each in rows.values():
+        n = min(most, len(each))
+        kept |= {each[(len(each) - 1) * i // max(n - 1, 1)] for i in range(n)}
+    _keep(config, items, kept)
 
 
 # ---- a session
@@ -189,10 +191,10 @@ def _world_of(item):
     return " ".join([name, *(str(item.callspec.params[each.argname]) for each in fixtures if each.params)])
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """A test over codecs and dtypes goes over the pairs that exist;
-    what shares a world stays together."""
+    """A test over codecs and dtypes goes over the pairs that exist; what shares a world stays
+    together; rows are counted without those that marks leave out."""
     for item in items:
         if (world := _world_of(item)) is not None:
             item.add_marker(pytest.mark.xdist_group(world))
@@ -208,6 +210,7 @@ def pytest_collection_modifyitems(config, items):
 
     items[:] = [item for item in items if exists(item)]
     _of_target(config, items)
+    yield
     _some_rows(config, items)
 
 

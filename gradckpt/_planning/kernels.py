@@ -296,7 +296,6 @@ _CAST = (
 
 #: Operators that it makes return float32 unless the caller gives a dtype.
 _RETURN = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList")
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
