@@ -64,11 +64,11 @@ test: $(if $(filter 2.13.0,$(TORCH)),lint) $(VENV)/.test  ## ruff, mypy and the 
 	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test $(TEST_ARGS)
 
 # With the extension that .venv has: one build serves each torch.
-test_newer: $(VENV)/.test  ## of each test about regions and models some rows, on a newer torch (5 minutes; a CUDA build, 6 GB)
+test_newer: $(VENV)/.test  ## of each test about regions and models two rows, on a newer torch (5 minutes; a CUDA build, 6 GB)
 	@$(MAKE) --no-print-directory TORCH=$(NEWER) VENV=.venv-torch-$(NEWER) test_rooms
 
 test_rooms: $(VENV)/.rooms
-	@PYTHONPATH="$(CURDIR)" $(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test --rows 4 $(TEST_ARGS) $(ROOMS)
+	@PYTHONPATH="$(CURDIR)" $(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test --rows 2 $(TEST_ARGS) $(ROOMS)
 
 test_all: $(VENV)/.all $(VENV)/.frameworks  ## the tests beside those: frameworks, ranks, packaging, docs, device code
 	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test_all $(TEST_ARGS)

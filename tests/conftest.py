@@ -12,7 +12,7 @@ import sys
 import pytest
 from built import built_once
 from checkout import ROOT, TESTS
-from targets import LEFT, SOAK, is_left
+from targets import LEFT, ROWS, SOAK, is_left
 
 # ---- make test and make test_all
 
@@ -48,6 +48,12 @@ def _keep(config, items, kept):
     items[:] = [item for item in items if item in kept]
 
 
+def _spread(items, most):
+    """Items evenly apart, first and last among them."""
+    n = min(most, len(items))
+    return [items[(len(items) - 1) * i // max(n - 1, 1)] for i in range(n)]
+
+
 def _some_rows(config, items):
     """Of a test with many rows those that lie evenly apart."""
     most = config.getoption("--rows")
@@ -56,11 +62,18 @@ def _some_rows(config, items):
     rows = {}
     for item in items:
         rows.setdefault((item.path, item.parent.name, getattr(item, "originalname", item.name)), []).append(item)
-    kept = set()
-    for each in rows.values():
-        n = min(most, len(each))
-        kept |= {each[(len(each) - 1) * i // max(n - 1, 1)] for i in range(n)}
-    _keep(config, items, kept)
+    _keep(config, items, {item for each in rows.values() for item in _spread(each, most)})
+
+
+def _mark_soak(items):
+    """What targets.py leaves to `make soak`."""
+    names = [(item, item.nodeid.removeprefix("tests/")) for item in items]
+    left = {item for item, name in names if name.startswith(tuple(SOAK))}
+    for test, most in ROWS.items():
+        rows = [item for item, name in names if re.match(rf"{re.escape(test)}($|\[|::)", name)]
+        left |= {*rows} - {*_spread(rows, most)}
+    for item in left:
+        item.add_marker(pytest.mark.soak)
 
 
 # ---- a session
@@ -198,8 +211,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if (world := _world_of(item)) is not None:
             item.add_marker(pytest.mark.xdist_group(world))
-        if item.nodeid.removeprefix("tests/").startswith(tuple(SOAK)):
-            item.add_marker(pytest.mark.soak)
     from gradckpt import codecs
 
     def exists(item):
@@ -209,6 +220,7 @@ def pytest_collection_modifyitems(config, items):
         return codec not in codecs.names() or dtype not in dtypes or dtype in codecs.info(codec)["dtypes"]
 
     items[:] = [item for item in items if exists(item)]
+    _mark_soak(items)
     _of_target(config, items)
     yield
     _some_rows(config, items)

@@ -106,7 +106,7 @@ def test_oracle_is_sound():
 def test_bytes_equal_oracle(codec, dtype, avx512):
     """16-bit dtypes: all 65,536 values under a spread of scales; float32: every binade;
     with and without escapes; groups that are not ordinary."""
-    hostile = [f(dtype, s) for f in (codec_inputs.hostile, codec_inputs.unusual) for s in range(4)]
+    hostile = [f(dtype, s) for f in (codec_inputs.hostile, codec_inputs.unusual) for s in range(2)]
     bits = np.concatenate([codec_inputs.inputs(dtype), *hostile])
     want = oracle.encode(codec, bits, dtype)
     restored = oracle.decode(codec, want, bits.size, dtype)
@@ -119,10 +119,11 @@ def test_bytes_equal_oracle(codec, dtype, avx512):
         some = np.arange(0, bits.size, 128).repeat(128).reshape(-1, 128)[::2] + np.arange(128)
         some = np.ascontiguousarray(bits[some.ravel()])
         want = oracle.encode(codec, some, dtype)
+        restored = oracle.decode(codec, want, some.size, dtype)
         for streaming in (0, 1):
             assert_same(avx512.encode(codec, some, dtype, streaming), want, "avx512 payload")
             decoded = avx512.decode(codec, want, some.size, dtype, streaming)
-            assert_same(decoded, oracle.decode(codec, want, some.size, dtype), "avx512 decoded")
+            assert_same(decoded, restored, "avx512 decoded")
 
 
 @every_grouped

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from checkout import ROOT, TESTS
-from targets import LEFT, SOAK, is_left
+from targets import LEFT, ROWS, SOAK, is_left
 
 
 def check_is_there(key):
@@ -15,7 +15,7 @@ def check_is_there(key):
         assert f"def {part}" in (TESTS / path).read_text() or f"class {part}" in (TESTS / path).read_text()
 
 
-@pytest.mark.parametrize("key", [*LEFT, *SOAK])
+@pytest.mark.parametrize("key", [*LEFT, *SOAK, *ROWS])
 def test_whatis_left_is_there(key):
     """A test that was renamed would come back to `make test` without a word."""
     check_is_there(key)
