@@ -187,13 +187,14 @@ def inactive_reason(s: Mapping[str, Any]) -> str:
     kept = s["uncompressed"]
     if not kept:
         return "the regions got no tensors; pass activations as arguments (in tuples, lists or dicts), not in closures"
-    reason = LEAF if LEAF in kept and not s["eligible"] else max(kept, key=kept.__getitem__)
-    advice = (
-        "compressing them would save nothing"
-        if are_small(s)
-        else _ADVICE.get(reason, "see gradckpt.stats()['uncompressed']")
-    )
-    return f"most inputs were not compressed: {reason} ({advice})"
+    reason = LEAF if LEAF in kept and s["regions"] and not s["eligible"] else max(kept, key=kept.__getitem__)
+    if are_small(s):
+        advice = "compressing them would save nothing"
+    elif reason == "does not require grad" and not s["regions"]:  # saved tensors
+        advice = "as all that code compiled by itself saves; compile the block with it"
+    else:
+        advice = _ADVICE.get(reason, "see gradckpt.stats()['uncompressed']")
+    return f"most {'inputs' if s['regions'] else 'tensors'} were not compressed: {reason} ({advice})"
 
 
 _ADVICE = {
