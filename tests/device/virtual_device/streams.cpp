@@ -1,7 +1,9 @@
 /* streams.cpp: queues and clocks. */
 #include "streams.h"
 
+#include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <random>
 #include <unordered_set>
 
@@ -65,15 +67,16 @@ void run_until(Stream *s, uint64_t count)
 
 void maybe_run(void)
 {
+    std::vector<Stream *> waiting;
+
     if (mode != RANDOM || randomness() % 2 == 0) {
         return;
     }
-    for (int tries = 0; tries < 3; tries++) {
-        Stream *s = streams[randomness() % streams.size()];
-        if (!s->tasks.empty()) {
-            run_until(s, s->done + 1 + randomness() % s->tasks.size());
-            return;
-        }
+    std::copy_if(streams.begin(), streams.end(), std::back_inserter(waiting),
+                 [](const Stream *s) { return !s->tasks.empty(); });
+    if (!waiting.empty()) {
+        Stream *s = waiting[randomness() % waiting.size()];
+        run_until(s, s->done + 1 + randomness() % s->tasks.size());
     }
 }
 
