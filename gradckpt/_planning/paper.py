@@ -31,6 +31,7 @@ from gradckpt._planning.paper_tensors import (
     accumulates_in_place,
     bounds,
     composite_key,
+    fills_in_place,
     has_rules,
     map_tensors,
     meta_results,
@@ -50,6 +51,8 @@ _SMALL = {True: 2**16, False: 2**26}  # floating point, others
 #: Operators that routers choose experts by: their last result is indices into the operand's last
 #: dimension.
 _CHOICES = {aten.topk.default, aten.argmax.default, aten.sort.default, aten.sort.stable}
+
+_ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default}
 
 #: Their kernels return the operand's memory, although their schemas do not say so.
 _ALIASING = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach_.default}
@@ -102,6 +105,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self.work: list[tuple[int, Work]] = []
         self.operator = ""
         self._factors: list[Event] = []  # numbers that autograd keeps
+        self._zeros: int | None = None  # the storage that the last operator made, of zeros
         self.wrote: set[int] = set()  # storages that the step writes and has not made
 
     # ---- storages ----
@@ -241,6 +245,11 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.operator = func.name()
+        outputs = self._run_one(func, args, kwargs)
+        self._zeros = self.number_of(outputs) if func in _ZEROS else None
+        return outputs
+
+    def _run_one(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace == "c10d":
             return self._communicated(func, args)
         if (key := composite_key(func)) is not None:
@@ -256,7 +265,8 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if func._schema.is_mutable and known and self._made_here(func, args, kwargs):
             return self._followed(func(*args, **kwargs))
-        if not known and accumulates_in_place(func, args):
+        filled = self._zeros is not None and fills_in_place(func) and self.number_of(args[0]) == self._zeros
+        if not known and (filled or accumulates_in_place(func, args)):
             self._paper.add(args[0].untyped_storage()._cdata)
             self._count_work(func, args, kwargs, args[0])
             return args[0]

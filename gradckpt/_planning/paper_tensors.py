@@ -35,6 +35,7 @@ __all__ = [
     "accumulates_in_place",
     "bounds",
     "composite_key",
+    "fills_in_place",
     "has_rules",
     "map_tensors",
     "meta_results",
@@ -295,6 +296,19 @@ def accumulates_in_place(func: Any, args: Any) -> bool:
         and old._use_count() <= uses_of_one()
         and _is_of_the_engine(sys._getframe(1))
     )
+
+
+#: With these, autograd's formulas fill zeros that they have just made: in place, but under a mode.
+_FILLS = {aten.index_add.default, aten.index_put.default, aten.masked_scatter.default, aten.put.default}
+_FILLS |= {aten.scatter.src, aten.scatter_add.default}
+
+
+def fills_in_place(func: Any) -> bool:
+    """Return whether an operator fills zeros for a formula of autograd, which outside of a dispatch
+    mode would write into them. To be called by ``__torch_dispatch__``.
+    """
+    in_backward = private.graph_task_id() != -1 and not torch.is_grad_enabled()
+    return func in _FILLS and in_backward and _is_of_the_engine(sys._getframe(1))
 
 
 def _is_dense(x: torch.Tensor) -> bool:

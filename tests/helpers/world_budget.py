@@ -33,7 +33,7 @@ def planned():
     """Rank 0 has more rows, rank 1 the smaller budget."""
     with pytest.MonkeyPatch.context() as patch:
         fixed_costs(patch)
-        ddp = DistributedDataParallel(net())
+        ddp = DistributedDataParallel(net(12))
         rank = dist.get_rank()
         gradckpt.enable(ddp, budget=f"activations:{13 - 2 * rank}MiB")
         train(ddp, ROWS // (1 + rank))

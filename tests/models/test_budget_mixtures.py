@@ -123,8 +123,8 @@ def test_a_budget_is_kept_whatever_is_chosen(make, monkeypatch):
                     force(patch, choose)
                     measured = peak(model, batch)
                 assert measured <= budget
-                if choose is equally_often:  # of qwen's layers in parts the plan says 3.2 % more than they need
-                    assert 0.99 * measured <= plan.peak - held <= (1.04 if make is qwen else 1.01) * measured
+                if choose is equally_often:
+                    assert 0.99 * measured <= plan.peak - held <= 1.01 * measured
             for layer in model.model.layers:  # a router without training, whose choices are its own
                 torch.nn.init.normal_(layer.mlp.gate.weight, std=0.3)
             assert peak(model, batch) <= budget
