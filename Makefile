@@ -73,8 +73,8 @@ test_rooms: $(VENV)/.rooms
 test_all: $(VENV)/.all $(VENV)/.frameworks  ## the tests beside those: frameworks, ranks, packaging, docs, device code
 	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test_all $(TEST_ARGS)
 
-soak: $(VENV)/.all  ## the long tests
-	@$(PYTEST) -n 2 -m soak $(TEST_ARGS)
+soak: $(VENV)/.all $(VENV)/.frameworks  ## the long tests, and all rows of sweeps of which the others run some (hours)
+	@$(PYTEST) -n 2 --dist loadgroup -m soak $(TEST_ARGS)
 
 mutants: $(VENV)/.test  ## removes 40 guards of the C sources, one at a time: which do the tests notice? (an hour)
 	@$(BIN)/python tests/mutate_guards.py $(TEST_ARGS)
