@@ -115,7 +115,7 @@ def cases(o: argparse.Namespace) -> Iterator[tuple[Case, int]]:
 
 
 def peaks(o: argparse.Namespace) -> None:
-    rows, all_errors = [], {"chain": [], "neighbour": [], "paper": []}
+    rows, all_errors = [], {"chain": [], "neighbour": [], "simulated": []}
     for case, n in cases(o):
         profile = case.profile(o.codecs or CODECS, measure=False)
         rng = random.Random(o.seed)
@@ -129,12 +129,12 @@ def peaks(o: argparse.Namespace) -> None:
             with alone(case.model):
                 chain.correct(near, chain.levels_of(profile.trace(profile.of_choice(near)).segments))
                 found["neighbour"] = max(chain.levels(choice))
-                found["paper"] = profile.trace(profile.of_choice(choice)).peak().size
+                found["simulated"] = profile.trace(profile.of_choice(choice)).peak().size
             measured = case.peak(setting_of(profile, choice))
-            over.append(measured - found["paper"])
+            over.append(measured - found["simulated"])
             for key, size in found.items():
                 errors[key].append(size / measured - 1)
-                if o.verbose or (key == "paper" and abs(size / measured - 1) > 0.01):
+                if o.verbose or (key == "simulated" and abs(size / measured - 1) > 0.01):
                     print(f"  {case.name} {key}: {size} for {measured} bytes, {size / measured - 1:+.3%}: {choice}")
         for key, found in errors.items():
             all_errors[key] += found
@@ -142,7 +142,7 @@ def peaks(o: argparse.Namespace) -> None:
     rows.append(["all", str(sum(int(row[1]) for row in rows)), "", *_spread(all_errors), ""])
     heads = [f"{key}: median |error|; range" for key in all_errors]
     machine.print_table(
-        "peak: predicted against measured", ["model", "plans", "regions", *heads, "bytes over paper"], rows
+        "peak: predicted against measured", ["model", "plans", "regions", *heads, "bytes over simulated"], rows
     )
 
 

@@ -23,8 +23,8 @@ from gradckpt._planning.devices import LINKS, Link, parse_link
 from gradckpt._planning.libraries import FORMATS, LOSSES
 from gradckpt._planning.model_source import OPTIMIZERS, SHARDS
 from gradckpt._planning.options import allowed
-from gradckpt._planning.paper_tensors import NotOnPaper
 from gradckpt._planning.region_plan import NoPlan
+from gradckpt._planning.simulated_tensors import NotSimulated
 from gradckpt._planning.step_trace import late_progress
 from gradckpt._sizes import parse_bytes
 
@@ -203,12 +203,12 @@ def _in_a_sentence(error: Exception, options: argparse.Namespace, source: Config
         return text.removeprefix("gradckpt: ")
     if len(text) > _LONG:
         text = f"{text[:_LONG]}..."
-    what = text if isinstance(error, NotOnPaper) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    what = text if isinstance(error, NotSimulated) else f"{type(error).__name__}: {text}".removesuffix(": ")
     if source is None:
         return f"{options.config} gives no model ({what}); correct it (--traceback shows where)"
     name = type(source.model).__name__
     size = f" of {options.tokens:,} tokens" if options.tokens is not None else ""
-    return f"{name} cannot run a step{size} on paper ({what}); {_IN_SCRIPT} (--traceback shows where)"
+    return f"{name} cannot simulate a step{size} ({what}); {_IN_SCRIPT} (--traceback shows where)"
 
 
 #: Characters of another library's message.

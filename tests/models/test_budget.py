@@ -257,7 +257,7 @@ def test_the_optimizer_counts(monkeypatch):
 
 @pytest.mark.parametrize("door", ["plan", "enable"])
 def test_a_plan_counts_once(door, monkeypatch):
-    """The optimizer's step runs on paper, and Python's objects are searched, once for a plan."""
+    """The optimizer's step is simulated, and Python's objects are searched, once for a plan."""
     fixed_costs(monkeypatch)
     counts = []
     for name in ("optimizer_memory", "other_tensors"):
