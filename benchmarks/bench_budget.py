@@ -282,7 +282,7 @@ def error(o: argparse.Namespace) -> None:
             plan = plans[limit]
             found = [measured_error(case, profile.setting([r.option for r in plan.regions]), seed) for seed in (0, 1)]
             guards.at_most(f"{case.name}: error of a plan", found[0], limit, "its error budget")
-            binds = plans[larger].seconds < 0.995 * plan.seconds
+            is_the_limit = plans[larger].seconds < 0.995 * plan.seconds
             rows.append(
                 [
                     case.name,
@@ -290,13 +290,13 @@ def error(o: argparse.Namespace) -> None:
                     f"{plan.error:.3%}" if plan.error is not None else "",
                     *(f"{each:.3%}" for each in found),
                     "yes" if found[0] <= limit else "NO",
-                    "yes" if binds else "",
-                    ("yes" if found[0] >= 0.3 * limit else "NO") if binds else "",
+                    "yes" if is_the_limit else "",
+                    ("yes" if found[0] >= 0.3 * limit else "NO") if is_the_limit else "",
                     f"{plan.seconds * 1e3:.1f}",
                 ]
             )
             print("  " + "  ".join(rows[-1]), flush=True)
-    heads = ["model", "error budget", "plan", "measured", "other seed", "within", "binds", ">= 0.3", "step, ms"]
+    heads = ["model", "error budget", "plan", "measured", "other seed", "within", "is the limit", ">= 0.3", "step, ms"]
     machine.print_table("errors of gradients beside their budgets", heads, rows)
 
 

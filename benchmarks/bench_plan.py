@@ -145,7 +145,7 @@ def main(argv=None):
                 planned.position,
             ]
         )
-    head = ["loss", "B/token/layer", "B/token", "rest, MiB", "scaled, GiB", "plan, GiB", "apart", "what binds"]
+    head = ["loss", "B/token/layer", "B/token", "rest, MiB", "scaled, GiB", "plan, GiB", "apart", "peak at"]
     print_table(f"int8: {o.layers} layers and {o.tokens:,} tokens, from {LAYERS} and {LENGTHS}", head, table)
     print(f"least by arithmetic: {payload:,.0f} B/token/layer, {o.layers * o.tokens * payload / 2**30:.3f} GiB")
 

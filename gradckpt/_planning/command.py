@@ -33,8 +33,9 @@ __all__ = ["main", "parser"]
 T = TypeVar("T")
 
 _DESCRIPTION = """Compute what a training step of a model needs, without weights and without a GPU:
-the peak in each ready setting, what binds, and the longest sequence that fits. With --budget,
-choose for each region what is kept, compressed or recomputed, so that the step stays within it."""
+the peak in each ready setting, its largest part, and the longest sequence that fits. With
+--budget, choose for each region what is kept, compressed or recomputed, so that the step stays
+within it."""
 
 _EPILOG = """examples:
   gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 8k --lora r=16,dtype=bf16 --weights nf4-nested \\

@@ -96,7 +96,7 @@ def assert_equal(planned, measured):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peaks_with_gradients_that_exist(family):
-    """What is kept for the backward binds, not the gradients."""
+    """The peak is what is kept for the backward, not the gradients."""
     model, batch, step = prepare(FAMILIES[family])
     peaks = []
     for setting in SETTINGS:
