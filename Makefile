@@ -43,11 +43,11 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 # A test that hangs where no signal reaches it (C++ that waits with the GIL held) ends the run, with all its stacks.
 WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 # Of `make test_newer`: the folders whose tests meet torch's engine most, without budgets, plans and offload's files.
-ROOMS := tests/engine tests/equivalence tests/selective tests/compile tests/models \
+TEST_FOLDERS := tests/engine tests/equivalence tests/selective tests/compile tests/models \
     --ignore-glob='*/models/test_budget*' --ignore-glob='*/models/test_plan*' \
     --ignore-glob='*/engine/test_byte_store*' --ignore-glob='*/engine/test_offload*'
 
-.PHONY: help demo test test_newer test_rooms test_all soak mutants bench lint docs gpu gpu_here gpu_tools gpu_rehearsal release clean setup tools
+.PHONY: help demo test test_newer test_folders test_all soak mutants bench lint docs gpu gpu_here gpu_tools gpu_rehearsal release clean setup tools
 .DEFAULT_GOAL := help
 # All targets share one .venv and one build folder.
 .NOTPARALLEL:
@@ -65,10 +65,10 @@ test: $(if $(filter 2.13.0,$(TORCH)),lint) $(VENV)/.test  ## ruff, mypy and the 
 
 # With the extension that .venv has: one build serves each torch.
 test_newer: $(VENV)/.test  ## of each test about regions and models two rows, on a newer torch (5 minutes; a CUDA build, 6 GB)
-	@$(MAKE) --no-print-directory TORCH=$(NEWER) VENV=.venv-torch-$(NEWER) test_rooms
+	@$(MAKE) --no-print-directory TORCH=$(NEWER) VENV=.venv-torch-$(NEWER) test_folders
 
-test_rooms: $(VENV)/.rooms
-	@PYTHONPATH="$(CURDIR)" $(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test --rows 2 $(TEST_ARGS) $(ROOMS)
+test_folders: $(VENV)/.imports
+	@PYTHONPATH="$(CURDIR)" $(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test --rows 2 $(TEST_ARGS) $(TEST_FOLDERS)
 
 test_all: $(VENV)/.all $(VENV)/.frameworks  ## the tests beside those: frameworks, ranks, packaging, docs, device code
 	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test_all $(TEST_ARGS)
@@ -167,7 +167,7 @@ $(VENV)/.test: $(VENV)/.torch $(SOURCES)
 	@touch $@
 
 # What the tests import, and no build: the extension in the tree stays.
-$(VENV)/.rooms: $(VENV)/.torch
+$(VENV)/.imports: $(VENV)/.torch
 	@echo "installing what tests import into $(VENV)"
 	@$(PIP) $$($(call names_of,test)) "torch==$(TORCH)"
 	@touch $@

@@ -115,7 +115,7 @@ def cases(o: argparse.Namespace) -> Iterator[tuple[Case, int]]:
 
 
 def peaks(o: argparse.Namespace) -> None:
-    rows, all_errors = [], {"chain": [], "neighbour": [], "paper": []}
+    rows, all_errors = [], {"chain": [], "neighbour": [], "simulated": []}
     for case, n in cases(o):
         profile = case.profile(o.codecs or CODECS, measure=False)
         rng = random.Random(o.seed)
@@ -129,12 +129,12 @@ def peaks(o: argparse.Namespace) -> None:
             with alone(case.model):
                 chain.correct(near, chain.levels_of(profile.trace(profile.of_choice(near)).segments))
                 found["neighbour"] = max(chain.levels(choice))
-                found["paper"] = profile.trace(profile.of_choice(choice)).peak().size
+                found["simulated"] = profile.trace(profile.of_choice(choice)).peak().size
             measured = case.peak(setting_of(profile, choice))
-            over.append(measured - found["paper"])
+            over.append(measured - found["simulated"])
             for key, size in found.items():
                 errors[key].append(size / measured - 1)
-                if o.verbose or (key == "paper" and abs(size / measured - 1) > 0.01):
+                if o.verbose or (key == "simulated" and abs(size / measured - 1) > 0.01):
                     print(f"  {case.name} {key}: {size} for {measured} bytes, {size / measured - 1:+.3%}: {choice}")
         for key, found in errors.items():
             all_errors[key] += found
@@ -142,7 +142,7 @@ def peaks(o: argparse.Namespace) -> None:
     rows.append(["all", str(sum(int(row[1]) for row in rows)), "", *_spread(all_errors), ""])
     heads = [f"{key}: median |error|; range" for key in all_errors]
     machine.print_table(
-        "peak: predicted against measured", ["model", "plans", "regions", *heads, "bytes over paper"], rows
+        "peak: predicted against measured", ["model", "plans", "regions", *heads, "bytes over simulated"], rows
     )
 
 
@@ -282,7 +282,7 @@ def error(o: argparse.Namespace) -> None:
             plan = plans[limit]
             found = [measured_error(case, profile.setting([r.option for r in plan.regions]), seed) for seed in (0, 1)]
             guards.at_most(f"{case.name}: error of a plan", found[0], limit, "its error budget")
-            binds = plans[larger].seconds < 0.995 * plan.seconds
+            is_the_limit = plans[larger].seconds < 0.995 * plan.seconds
             rows.append(
                 [
                     case.name,
@@ -290,13 +290,13 @@ def error(o: argparse.Namespace) -> None:
                     f"{plan.error:.3%}" if plan.error is not None else "",
                     *(f"{each:.3%}" for each in found),
                     "yes" if found[0] <= limit else "NO",
-                    "yes" if binds else "",
-                    ("yes" if found[0] >= 0.3 * limit else "NO") if binds else "",
+                    "yes" if is_the_limit else "",
+                    ("yes" if found[0] >= 0.3 * limit else "NO") if is_the_limit else "",
                     f"{plan.seconds * 1e3:.1f}",
                 ]
             )
             print("  " + "  ".join(rows[-1]), flush=True)
-    heads = ["model", "error budget", "plan", "measured", "other seed", "within", "binds", ">= 0.3", "step, ms"]
+    heads = ["model", "error budget", "plan", "measured", "other seed", "within", "is the limit", ">= 0.3", "step, ms"]
     machine.print_table("errors of gradients beside their budgets", heads, rows)
 
 

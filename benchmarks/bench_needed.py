@@ -2,7 +2,7 @@
 
     python benchmarks/bench_needed.py [--rows 3b,13b] [--expandable]
 
-Llama-like models in bfloat16 with checkpoints around all layers. The steps run on paper for a CUDA
+Llama-like models in bfloat16 with checkpoints around all layers. The steps are simulated for a CUDA
 device, whose gradients exist already; each allocation and release goes through a model of torch's
 allocator (csrc/planner/caching_allocator.h). *needed* is the smallest capacity from which on the
 step completes, without weights and gradients.

@@ -1,4 +1,4 @@
-"""How much of a training step waits for a link when payloads are offloaded: a simulation on paper.
+"""How much of a training step waits for a link when payloads are offloaded: a simulation.
 
     python benchmarks/bench_offload_simulation.py [--page docs/offload.md]
 

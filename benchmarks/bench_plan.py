@@ -5,7 +5,7 @@
 A Llama of a quarter of the 8B model's width, with random bfloat16 weights and PEFT's LoRA of rank
 16 on all linear layers, under autocast that casts as CUDA's; setting int8. The peak of a real step
 at two numbers of layers and two LENGTHS gives what a layer and a token need, and so the peak at the
-full size. The plan runs the full model on paper. Both count the CPU's kernels, which are what ran;
+full size. The plan simulates the full model. Both count the CPU's kernels, which are what ran;
 those of CUDA save other tensors (gradckpt/_planning/kernels.py).
 
 Checked: a layer keeps at least its input's payload for each token, plan and scaled step are no more
@@ -52,7 +52,7 @@ def config_of(layers, width, words):
 
 
 def plan_of(layers, loss, size):
-    """The model on paper, from a config.json."""
+    """The plan of the simulated model, from a config.json."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "config.json")
         with open(path, "w", encoding="utf-8") as file:
@@ -145,7 +145,7 @@ def main(argv=None):
                 planned.position,
             ]
         )
-    head = ["loss", "B/token/layer", "B/token", "rest, MiB", "scaled, GiB", "plan, GiB", "apart", "what binds"]
+    head = ["loss", "B/token/layer", "B/token", "rest, MiB", "scaled, GiB", "plan, GiB", "apart", "peak at"]
     print_table(f"int8: {o.layers} layers and {o.tokens:,} tokens, from {LAYERS} and {LENGTHS}", head, table)
     print(f"least by arithmetic: {payload:,.0f} B/token/layer, {o.layers * o.tokens * payload / 2**30:.3f} GiB")
 

@@ -213,7 +213,7 @@ _topk = torch.topk
 
 @contextlib.contextmanager
 def balanced(case: Case) -> Iterator[None]:
-    """Let a mixture's tokens choose experts 0, 1, ... in turn, as on paper."""
+    """Let a mixture's tokens choose experts 0, 1, ... in turn, as in a simulated step."""
     if case.name != "mixtral":
         yield
         return

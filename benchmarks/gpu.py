@@ -36,7 +36,7 @@ from gpu_job import Job, Stage
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 #: The most valuable first. Estimates: docs/performance.md has their sources.
 STAGES = (
-    Stage("smoke", "every door and codec", 30, 90),
+    Stage("smoke", "every entry point and codec", 30, 90),
     Stage("parity", "bytes of the kernels against the host's", 70, 80),
     Stage("sanitize", "kernels under compute-sanitizer", 60, 150),
     Stage("streams", "streams, threads, captures, GradScaler", 20, 60),

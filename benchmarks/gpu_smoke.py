@@ -1,4 +1,4 @@
-"""Every door of gradckpt with every codec: losses and gradients beside those without checkpointing.
+"""Every entry point of gradckpt with every codec: losses and gradients beside no checkpointing.
 
 Exact settings are equal to the last bit, or as near as a repeated run without checkpointing where
 the device's own kernels are not deterministic. Lossy ones differ, and by no more than their format.
@@ -291,7 +291,8 @@ def planned(job: Job, model: Any, ids: torch.Tensor, subject: Subject, row: Call
 
 def run(job: Job) -> None:
     row = job.table(
-        "gradients beside no checkpointing", ["door, dtype, setting", "kind", "relative error", "compressed", "ratio"]
+        "gradients beside no checkpointing",
+        ["entry point, dtype, setting", "kind", "relative error", "compressed", "ratio"],
     )
     for name, part in (("regions", regions), ("Hugging Face", hugging_face), ("own model", own_model)):
         with job.part(name):

@@ -43,7 +43,7 @@ SPARE = 12.0
 MOST = 0.35
 TITLES = ("way", "peak GiB", "of torch's", "first step's peak GiB", "needed GiB", "least limit GiB")
 MORE = ("step ms", "of none's", "longest, tokens", "gradient error")
-#: Devices whose kernels paper knows: what each keeps for its backward.
+#: Devices whose kernels a simulated step knows: what each keeps for its backward.
 KNOWN = ("cpu", "cuda")
 Row = dict[str, Any]
 
@@ -126,7 +126,7 @@ class Story:
         if way.name != PLAN:
             return
         if self.device.kind not in KNOWN:
-            self.job.skip("peak of the planned step", f"paper knows the kernels of {' and '.join(KNOWN)}")
+            self.job.skip("peak of the planned step", f"a simulated step knows the kernels of {' and '.join(KNOWN)}")
             return
         budget = self.peaks[PERMITTED]
         good = row["peak"] <= budget

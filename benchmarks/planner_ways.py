@@ -115,7 +115,7 @@ def cells(case: Case, profile: Profile, shares: Iterable[float]) -> list[dict[st
     """For each share: the budget, and what each way found, None where it found nothing."""
     keep = (profile.options.index(KEEP),) * len(profile.calls)
     ceiling = guards.Products(case.step)
-    case.model.zero_grad()  # gradients do not exist on paper, either
+    case.model.zero_grad()  # a simulated step has no gradients at first, either
     plain, least = profile.traces[KEEP].peak().size, smallest_of(profile, case)
     tried = {name: Tried(profile, way(profile)) for name, way in WAYS.items()}
     rows = []

@@ -4,7 +4,7 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/ops.h"
-#include "torch/paper.h"
+#include "torch/simulated.h"
 #include "torch/tensor.h"
 #include "engine/codec_info.h"
 #include "engine/memory_use.h"
@@ -213,7 +213,8 @@ static PyMethodDef methods[] = {
     {"stats", gck_stats_py, METH_NOARGS, "stats()\n--\n\nReturn the raw counters of gradckpt.stats()."},
     {"reset_stats", gck_reset_stats_py, METH_NOARGS, "reset_stats()\n--\n\nReset all but what counts live payloads."},
     {"restart_peak", gck_restart_peak_py, METH_NOARGS, "restart_peak()\n--\n\nReturn both peaks; begin them anew."},
-    {"on_paper", gck_on_paper_py, METH_NOARGS, "on_paper()\n--\n\nReturn whether a step runs on paper here."},
+    {"is_simulated", gck_is_simulated_py, METH_NOARGS,
+     "is_simulated()\n--\n\nReturn whether this thread runs a simulated step."},
     {"choose_options", (PyCFunction)(void (*)(void))gck_choose_options_py, METH_VARARGS | METH_KEYWORDS,
      "choose_options(regions, options, kept, need, time, error, last_need, budget, error_budget=0, buckets=4096)\n"
      "--\n\nChoose an option for each region of a chain; csrc/planner/planner.h describes the problem."},
@@ -222,10 +223,10 @@ static PyMethodDef methods[] = {
     {"simulate_offload", (PyCFunction)(void (*)(void))gck_simulate_offload_py, METH_VARARGS | METH_KEYWORDS,
      "simulate_offload(regions, *, rate_out, rate_in, latency, ring, held, head)\n--\n\n"
      "Simulate a step whose payloads are offloaded; csrc/offload/simulate.h has the rules."},
-    {"placed_on_paper", gck_placed_on_paper_py, METH_NOARGS,
-     "placed_on_paper()\n--\n\nReturn the bytes that got a place so far, and the most of one since the last call."},
-    {"set_on_paper", gck_set_on_paper_py, METH_VARARGS,
-     "set_on_paper(first, end, is_device, /)\n--\n\nLeave these addresses untouched in this thread; 0, 0: none."},
+    {"simulated_placed", gck_simulated_placed_py, METH_NOARGS,
+     "simulated_placed()\n--\n\nReturn the bytes that got a place so far, and the most of one since the last call."},
+    {"set_simulated", gck_set_simulated_py, METH_VARARGS,
+     "set_simulated(first, end, is_device, /)\n--\n\nLeave these addresses untouched in this thread; 0, 0: none."},
     {NULL, NULL, 0, NULL},
 };
 

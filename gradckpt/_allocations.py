@@ -23,7 +23,7 @@ OUTSIDE = "(outside the model)"
 MARK = "gradckpt."
 
 #: Marks around what no memory is allocated for.
-_PAPER, _END_OF_PAPER = "paper", "end of paper"
+_SIMULATION, _END_OF_SIMULATION = "simulation", "end of simulation"
 
 _BACKWARD = "autograd::engine::evaluate_function: "
 
@@ -60,12 +60,12 @@ def on_no_memory() -> Iterator[None]:
     """Let a profiler that is active know that this thread's allocations in the block are none."""
     active = private.profiler_active()
     if active:
-        mark(_PAPER)
+        mark(_SIMULATION)
     try:
         yield
     finally:
         if active:
-            mark(_END_OF_PAPER)
+            mark(_END_OF_SIMULATION)
 
 
 # ---- events ----
@@ -235,15 +235,15 @@ def analyse(threads: list[list[_Event]]) -> dict[str, Found]:
     events = list(heapq.merge(*threads, key=lambda event: event.ns))
     regions, runs = _Regions(), _Runs()
     inside: Counter[int] = Counter()  # number of nodes around each thread
-    paper: Counter[int] = Counter()  # number of steps on paper that each thread is in
+    simulated: Counter[int] = Counter()  # number of simulated steps that each thread is in
     alive: dict[tuple[str, int], _Block] = {}
     #: device -> (index of the event, the new block, the block that died), in order
     changes: dict[str, list[tuple[int, _Block | None, _Block | None]]] = {}
     for i, event in enumerate(events):
         thread = event.thread
-        if event.what == "mark" and event.text in (_PAPER, _END_OF_PAPER):
-            paper[thread] += 1 if event.text == _PAPER else -1
-        elif paper[thread] and event.what != "release":  # of which those of earlier blocks are real
+        if event.what == "mark" and event.text in (_SIMULATION, _END_OF_SIMULATION):
+            simulated[thread] += 1 if event.text == _SIMULATION else -1
+        elif simulated[thread] and event.what != "release":  # of which those of earlier blocks are real
             continue
         elif event.what == "allocate":
             # An optimizer may step during a backward, in a gradient's hook; its states are not

@@ -476,5 +476,5 @@ def _is_transformers(function: Any) -> bool:
     owner = getattr(function, "__self__", first)
     if not isinstance(owner, torch.nn.Module):
         return False
-    room = type(owner).__module__.split(".")[0]
-    return room in ("transformers", "transformers_modules") or "_gradient_checkpointing_func" in vars(owner)
+    library = type(owner).__module__.split(".")[0]
+    return library in ("transformers", "transformers_modules") or "_gradient_checkpointing_func" in vars(owner)

@@ -410,9 +410,9 @@ def _tell_spawned(run: _Run) -> Callable[[], None]:
 #: work does. Therefore the code that waits for torch is run from its source.
 _WAIT = """
 import pathlib, pickle
-room = {{"__name__": "gradckpt._import_hooks"}}
-exec(pathlib.Path({source!r}).read_text(encoding="utf-8"), room)
-room["after_import"]("torch", lambda torch: pickle.loads({begin!r})())
+namespace = {{"__name__": "gradckpt._import_hooks"}}
+exec(pathlib.Path({source!r}).read_text(encoding="utf-8"), namespace)
+namespace["after_import"]("torch", lambda torch: pickle.loads({begin!r})())
 """
 
 

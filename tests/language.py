@@ -34,6 +34,8 @@ BANNED = {
     "slip of the pen": "misspelling",
     "(is|are) none of": "is not one of",
     "in the place of": "in place of, instead of",
+    "on paper": "simulated, in a simulated step",
+    "doors?": "entry point",
     "rubbish": "undefined contents, invalid bytes",
     "(?<!_)(he|him|his|himself)(?!_)": "the user, they",
 }

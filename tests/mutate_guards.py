@@ -1,7 +1,7 @@
 """Which of the C sources' guards do the tests notice? A guard is an
 ``if`` that ends in return or goto.
 
-    python tests/mutate_guards.py [--draw 40] [--seed COMMIT] [--room engine] [--all]
+    python tests/mutate_guards.py [--draw 40] [--seed COMMIT] [--package engine] [--all]
                                   [--how negate] [--list]
 
 Works in a copy of the tree (--folder), built once for the CPU with every guard behind a switch:
@@ -47,7 +47,7 @@ from targets import is_left
 #: and the file in which guards are written down.
 GUARD, HOW, HITS = "GRADCKPT_GUARD", "GRADCKPT_GUARD_HOW", "GRADCKPT_GUARD_HITS"
 EVALUATED, FIRED = 1, 2
-ROOMS = ("codec", "engine", "offload", "planner", "torch", "module")
+PACKAGES = ("codec", "engine", "offload", "planner", "torch", "module")
 #: Tests of the sources' text, which the copy changes.
 TEXT = ("package/test_layers.py", "package/test_packaging.py", "package/test_targets.py")
 
@@ -99,7 +99,7 @@ class Guard:
     apart: str  # why it is not drawn, or ""
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         return self.file.split("/")[0] if "/" in self.file else "module"
 
     def __str__(self) -> str:
@@ -385,7 +385,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=int, default=40, help="how many guards (default: 40)")
     parser.add_argument("--seed", help="what they are drawn by (default: the commit's hash)")
-    parser.add_argument("--room", choices=ROOMS, help="only guards of this room")
+    parser.add_argument("--package", choices=PACKAGES, help="only guards of this package")
     parser.add_argument("--guard", action="append", default=[], metavar="FILE:LINE", help="this guard, none are drawn")
     parser.add_argument("--tests", action="append", default=[], metavar="FOLDER", help="only tests below, e.g. engine")
     parser.add_argument("--all", action="store_true", help="with the tests of `make test_all`, too")
@@ -395,17 +395,19 @@ def parse() -> argparse.Namespace:
         "--folder", type=Path, default=ROOT / "build" / "guards", help="of the copy (default: %(default)s)"
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes of tests at a time (default: 1)")
-    parser.add_argument("--list", action="store_true", help="the guards by room, and which are not drawn; run nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="the guards by package, and which are not drawn; run nothing"
+    )
     return parser.parse_args()
 
 
 def show(guards: list[Guard]) -> None:
-    for room in ROOMS:
-        its = [g for g in guards if g.room == room]
+    for package in PACKAGES:
+        its = [g for g in guards if g.package == package]
         apart = Counter(g.apart for g in its if g.apart)
         said = ", ".join(f"{n} of {reason}" for reason, n in apart.items())
         print(
-            f"{room}: {len(its)} guards, {sum(not g.apart for g in its)} to draw from"
+            f"{package}: {len(its)} guards, {sum(not g.apart for g in its)} to draw from"
             + (f" (not: {said})" if said else "")
         )
 
@@ -421,7 +423,7 @@ def main() -> int:
 
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     seed = options.seed or head.strip()
-    pool = [n for n, g in enumerate(guards) if not g.apart and options.room in (None, g.room)]
+    pool = [n for n, g in enumerate(guards) if not g.apart and options.package in (None, g.package)]
     wanted = {n for n in range(len(guards)) if f"{guards[n].file}:{guards[n].line}" in options.guard}
     drawn = sorted(wanted or random.Random(seed).sample(pool, min(options.draw, len(pool))))
 

@@ -5,7 +5,7 @@
 #include "engine/place_figures.h"
 #include "offload/offloader.h"
 #include "torch/calls.h"
-#include "torch/paper.h"
+#include "torch/simulated.h"
 #include "torch/stream.h"
 
 #include <errno.h>
@@ -135,7 +135,7 @@ int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int devic
     int status;
 
     *placed = (gck_placed){.place = NULL};
-    if (nbytes <= 0 || gck_on_paper()) {
+    if (nbytes <= 0 || gck_is_simulated()) {
         return 0;
     }
     if (device < 0 && self->directory == NULL) {
@@ -159,7 +159,7 @@ int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int devic
 
 int gck_place_most_unwritten(PyObject *place) { return ((gck_place_object *)place)->payloads - 1; }
 
-int gck_placed_take_on_paper(PyObject *place, int64_t nbytes, gck_placed *placed)
+int gck_placed_take_simulated(PyObject *place, int64_t nbytes, gck_placed *placed)
 {
     const gck_place_object *self = (gck_place_object *)place;
     const int device = gck_counts_as_device(-1), moves = device || self->directory != NULL;
@@ -173,7 +173,7 @@ int gck_placed_take_on_paper(PyObject *place, int64_t nbytes, gck_placed *placed
 int gck_placed_is_near(const gck_placed *placed)
 {
     return placed->item != NULL ? gck_byte_store_is_near(placed->item)
-         : placed->bytes != NULL ? gck_offloaded_is_near(placed->bytes) : gck_is_placed(placed);    /* on paper */
+         : placed->bytes != NULL ? gck_offloaded_is_near(placed->bytes) : gck_is_placed(placed);    /* simulated */
 }
 
 gck_placed gck_placed_again(const gck_placed *placed)
@@ -184,7 +184,7 @@ gck_placed gck_placed_again(const gck_placed *placed)
 void *gck_placed_memory(const gck_placed *placed)
 {
     return placed->item != NULL ? gck_byte_store_memory(placed->item)
-         : placed->bytes != NULL ? gck_offloaded_memory(placed->bytes) : gck_paper_memory();
+         : placed->bytes != NULL ? gck_offloaded_memory(placed->bytes) : gck_simulated_memory();
 }
 
 /* An answer of the device that its errors come from.  0 or -1. */

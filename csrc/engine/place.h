@@ -6,7 +6,7 @@
 
 extern PyType_Spec gck_place_spec;
 
-/* Bytes at a place.  One that is all zero is at none; in a step on paper it has a place and no bytes. */
+/* Bytes at a place.  One that is all zero is at none; in a simulated step it has a place and no bytes. */
 typedef struct {
     PyObject                   *place;           /* owned                          */
     struct gck_offloaded       *bytes;           /* owned: of a device; else NULL  */
@@ -22,8 +22,8 @@ int gck_placed_take(gck_state *state, PyObject *place, int64_t nbytes, int devic
 /* So many may be taken and not written yet, so that one more finds room in a ring of no given size. */
 int gck_place_most_unwritten(PyObject *place);
 
-/* The same in a step on paper, where nothing is taken and nothing counted.  1 or 0. */
-int gck_placed_take_on_paper(PyObject *place, int64_t nbytes, gck_placed *placed);
+/* The same in a simulated step, where nothing is taken and nothing counted.  1 or 0. */
+int gck_placed_take_simulated(PyObject *place, int64_t nbytes, gck_placed *placed);
 
 /* 1 when nothing has to be moved to read them; 0, also at no place. */
 int gck_placed_is_near(const gck_placed *placed);

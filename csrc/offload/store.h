@@ -53,7 +53,7 @@ int gck_byte_store_was_refused_pins(gck_byte_store *store);
 /* restart: count from here, and the peaks are what is in use. */
 void gck_byte_store_read_figures(gck_byte_store *store, int restart, gck_byte_store_figures *figures);
 
-/* ---- for this room, with the lock (store_parts.h) ---- */
+/* ---- for this package, with the lock (store_parts.h) ---- */
 
 /* As gck_byte_store_reserve(), for work on *stream of a device.  of_graph: which is captured, so that its memory is
  * used by nothing else before the item is dropped. */

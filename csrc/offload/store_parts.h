@@ -1,4 +1,4 @@
-/* store_parts.h: what a store is made of, for the files of this room.
+/* store_parts.h: what a store is made of, for the files of this package.
  *
  * Each item is at one of these places, under the store's lock:
  *

@@ -9,7 +9,7 @@
  * every state goes through torch again. */
 #include "torch/rng.h"
 
-#include "torch/paper.h"
+#include "torch/simulated.h"
 
 #include <string.h>
 #include <unistd.h>
@@ -45,7 +45,7 @@ PyObject *gck_rng_stash(gck_rng *rng)
         memcpy(before, rng->window, sizeof before);
     }
     state = PyObject_CallMethodObjArgs(rng->generator, rng->get_state, NULL);
-    if (state != NULL && gck_on_paper()) {         /* of torch's two allocations, its mode sees this one */
+    if (state != NULL && gck_is_simulated()) {         /* of torch's two allocations, its mode sees this one */
         PyObject *own = state;
         state = PyObject_CallMethod(own, "clone", NULL);
         Py_DECREF(own);

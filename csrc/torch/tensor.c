@@ -5,7 +5,7 @@
 #include "torch/calls.h"
 #include "torch/device.h"
 #include "torch/error.h"
-#include "torch/paper.h"
+#include "torch/simulated.h"
 
 const char *const gck_reason_text[GCK_NREASONS] = {
     "compressed",
@@ -51,7 +51,7 @@ int gck_functorch_active(const gck_py *py)
     return truth;
 }
 
-int gck_modes_that_watch(const gck_py *py) { return gck_on_paper() ? 0 : gck_ask(py->dispatch_stack_len); }
+int gck_modes_that_watch(const gck_py *py) { return gck_is_simulated() ? 0 : gck_ask(py->dispatch_stack_len); }
 
 int gck_tracing_modes(const gck_py *py)
 {

@@ -51,7 +51,7 @@ int gck_tracing_modes(const gck_py *py);
 /* The same, or a transform of torch.func. */
 int gck_tracing(const gck_py *py);
 
-/* The number of dispatch modes, or -1.  The mode of a step on paper stands for the kernels and is
+/* The number of dispatch modes, or -1.  The mode of a simulated step stands for the kernels and is
  * not counted. */
 int gck_modes_that_watch(const gck_py *py);
 

@@ -209,7 +209,7 @@ def _has_values(value: Any) -> bool:
     lazy = (UninitializedBuffer, UninitializedParameter)
     if not isinstance(value, torch.Tensor) or value.is_meta or isinstance(value, lazy):
         return False
-    return not (_C.on_paper() and value.is_floating_point())
+    return not (_C.is_simulated() and value.is_floating_point())
 
 
 def _read(module: Module, names: list[str]) -> list[_Value]:

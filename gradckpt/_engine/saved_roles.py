@@ -128,7 +128,7 @@ def _holds(condition: torch.Tensor) -> bool:
     ordinary, it does.
     """
     everywhere = condition.all()
-    return _C.on_paper() or bool(everywhere)
+    return _C.is_simulated() or bool(everywhere)
 
 
 def nodes_behind(result: Any) -> list[Any]:

@@ -1,7 +1,8 @@
 """What a training step needs, computed before it runs: :func:`gradckpt.plan`.
 
-* The simulated step, which has no values: ``paper`` (the mode under which operators run),
-  ``paper_tensors``, ``kernels``, ``step_trace`` (one step), ``segments`` (its memory), ``fsdp``.
+* The simulated step, which has no values: ``simulation`` (the mode under which operators
+  run), ``simulated_tensors``, ``kernels``, ``step_trace`` (one step), ``segments`` (its memory),
+  ``fsdp``.
 * Profile, what regions cost: ``options``, ``devices``, ``device_memory``, ``plan_files`` and
   ``step_profile``, of which ``profile`` (a live model) and ``config_profile`` are made. What a
   config describes: ``model_source``, ``config_model``, ``libraries``.

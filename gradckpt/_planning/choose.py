@@ -305,8 +305,8 @@ def _units(error: float, unit: float) -> int:
     return math.ceil(error / unit) if error <= unit * (1 << 40) else 1 << 40  # also of one that is no number
 
 
-#: Of a plan with places: changes that are tried on paper, if their peaks are about within the limit
-#: by the chain; of two blocks at a time, if there are not more of one.
+#: Of a plan with places: changes that are tried in simulated steps, if their peaks are about within
+#: the limit by the chain; of two blocks at a time, if there are not more of one.
 _CHANGES, _NEARLY, _FEW = 6, 1.015, 64
 
 

@@ -23,8 +23,8 @@ from gradckpt._planning.devices import LINKS, Link, parse_link
 from gradckpt._planning.libraries import FORMATS, LOSSES
 from gradckpt._planning.model_source import OPTIMIZERS, SHARDS
 from gradckpt._planning.options import allowed
-from gradckpt._planning.paper_tensors import NotOnPaper
 from gradckpt._planning.region_plan import NoPlan
+from gradckpt._planning.simulated_tensors import NotSimulated
 from gradckpt._planning.step_trace import late_progress
 from gradckpt._sizes import parse_bytes
 
@@ -33,8 +33,9 @@ __all__ = ["main", "parser"]
 T = TypeVar("T")
 
 _DESCRIPTION = """Compute what a training step of a model needs, without weights and without a GPU:
-the peak in each ready setting, what binds, and the longest sequence that fits. With --budget,
-choose for each region what is kept, compressed or recomputed, so that the step stays within it."""
+the peak in each ready setting, its largest part, and the longest sequence that fits. With
+--budget, choose for each region what is kept, compressed or recomputed, so that the step stays
+within it."""
 
 _EPILOG = """examples:
   gradckpt plan meta-llama/Meta-Llama-3-8B --tokens 8k --lora r=16,dtype=bf16 --weights nf4-nested \\
@@ -203,12 +204,12 @@ def _in_a_sentence(error: Exception, options: argparse.Namespace, source: Config
         return text.removeprefix("gradckpt: ")
     if len(text) > _LONG:
         text = f"{text[:_LONG]}..."
-    what = text if isinstance(error, NotOnPaper) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    what = text if isinstance(error, NotSimulated) else f"{type(error).__name__}: {text}".removesuffix(": ")
     if source is None:
         return f"{options.config} gives no model ({what}); correct it (--traceback shows where)"
     name = type(source.model).__name__
     size = f" of {options.tokens:,} tokens" if options.tokens is not None else ""
-    return f"{name} cannot run a step{size} on paper ({what}); {_IN_SCRIPT} (--traceback shows where)"
+    return f"{name} cannot simulate a step{size} ({what}); {_IN_SCRIPT} (--traceback shows where)"
 
 
 #: Characters of another library's message.

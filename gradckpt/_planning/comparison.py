@@ -23,10 +23,10 @@ from gradckpt._planning.config_profile import ConfigSteps
 from gradckpt._planning.device_memory import fixed_bytes, real_steps
 from gradckpt._planning.devices import Device, rates_of
 from gradckpt._planning.options import find_blocks
-from gradckpt._planning.paper_tensors import NotOnPaper
 from gradckpt._planning.report import IN_PYTHON, LESS, TILES, Comparison, Hints, Row, as_flags, with_tiles
 from gradckpt._planning.segments import KINDS, WORKING, Peak, StepTrace, held_blocks, memory_use
-from gradckpt._planning.step_trace import StateBeforePaper, late_progress, side_by_side_on_paper, trace_step
+from gradckpt._planning.simulated_tensors import NotSimulated
+from gradckpt._planning.step_trace import StateBeforeSimulation, late_progress, side_by_side_simulated, trace_step
 from gradckpt._settings import READY, TORCH, Setting, in_parts, in_tiles, quiet
 from gradckpt._sizes import parse_bytes
 from gradckpt._stats import uncounted
@@ -119,7 +119,7 @@ def is_less(row: Row, other: Row) -> bool:
     return (row.size or math.inf) < (1 - LESS) * (other.size or math.inf)
 
 
-#: Operators of a step on paper from which on no longer one is looked for.
+#: Operators of a simulated step from which on no longer one is looked for.
 _MANY = 30_000
 
 
@@ -141,17 +141,17 @@ def compare(
     fixed = fixed_bytes(model)
     rows: list[Row] = []
     hints: Hints = IN_PYTHON
-    keep = functools.cache(lambda: StateBeforePaper(model, batch))
+    keep = functools.cache(lambda: StateBeforeSimulation(model, batch))
     if not measure:
         try:
             with alone(model), quiet(), late_progress("planning") as progress:
 
                 def rows_of(settings: Sequence[Setting]) -> list[Row]:
                     trials = [
-                        functools.partial(_on_paper, model, setting, run, given, blocks, modules, fixed, limit)
+                        functools.partial(_simulated, model, setting, run, given, blocks, modules, fixed, limit)
                         for setting in settings
                     ]
-                    return side_by_side_on_paper(trials, keep, lambda number: progress(settings[number].name))
+                    return side_by_side_simulated(trials, keep, lambda number: progress(settings[number].name))
 
                 rows = with_parts(rows_of, blocks, tiles)
                 hints = _hints(IN_PYTHON, rows_of, rows, tiles)
@@ -160,7 +160,7 @@ def compare(
         except Exception as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             rows = []
-            about.append(f"The step cannot be run on paper ({reason}); real steps were measured.")
+            about.append(f"The step cannot be simulated ({reason}); real steps were measured.")
             logger.info("gradckpt: %s", about[-1])
 
     def measured() -> list[Row]:
@@ -209,7 +209,7 @@ def step_of(model: Module, batch: Any) -> tuple[Callable[[Any], object], Any]:
     return lambda batch: step_of_batch(model, batch)(), batch
 
 
-def _on_paper(
+def _simulated(
     model: Module,
     setting: Setting,
     run: Callable[[Any], object],
@@ -283,7 +283,7 @@ def _peak_of_run(
     return Peak(memory.peak - at_start, region, dict(memory.by_kind))
 
 
-# ---- a model on paper ----
+# ---- a model without weights ----
 
 
 def compare_source(
@@ -331,7 +331,7 @@ def compare_source(
 
     def rows_of(settings: Sequence[Setting]) -> list[Row]:
         trials = [functools.partial(row, each) for each in settings]
-        return side_by_side_on_paper(trials, None, lambda number: progress(settings[number].name))
+        return side_by_side_simulated(trials, None, lambda number: progress(settings[number].name))
 
     rows = with_parts(rows_of, steps.blocks, tiles)
     hints = _hints(as_flags(source.flags, source.takes), rows_of, rows, tiles)
@@ -381,7 +381,7 @@ def longest(
         length = _next(sizes, limit, fits, fails)
         try:
             sizes[length] = needed(length)
-        except NotOnPaper:  # so long a step asks for values that a shorter one knows
+        except NotSimulated:  # so long a step asks for values that a shorter one knows
             return fits or None
         except Exception:  # the model takes other lengths alone
             return None

@@ -1,4 +1,4 @@
-"""A training set-up on paper: :class:`ConfigModel`; and its LoRA adapters, with the operators of
+"""A simulated training set-up: :class:`ConfigModel`; and its LoRA adapters, with the operators of
 PEFT, in its order: :func:`add_adapters`.
 """
 
@@ -60,7 +60,7 @@ PREPARE = ("peft", "none")
 
 
 class ConfigModel:
-    """A model without weights, and its training step, which trace_step runs on paper.
+    """A model without weights, and its training step, which trace_step simulates.
 
     ``source``: a path of a config.json or of its folder, a hub id, or ``package.module:function``,
     which returns ``(model, batch)``. ``fixed``: bytes of each device during the whole step;

@@ -24,7 +24,7 @@ from gradckpt._planning.region_plan import Plan
 from gradckpt._planning.report import as_flags
 from gradckpt._planning.segments import Segment, StepTrace, held_blocks, memory_use, scaled, with_own_storages
 from gradckpt._planning.step_profile import StepProfile
-from gradckpt._planning.step_trace import side_by_side_on_paper, trace_step
+from gradckpt._planning.step_trace import side_by_side_simulated, trace_step
 from gradckpt._settings import NONE, TORCH, quiet
 
 __all__ = ["Blocks", "ConfigProfile", "ConfigSteps", "plan_source", "shortened", "unrolled", "whole"]
@@ -182,7 +182,7 @@ class ConfigSteps:
             is_shorter = len(short.modules) < len(self.blocks)
         if is_shorter:
             trials = [functools.partial(self._is_told, each, tokens) for each in (NONE, TORCH)]
-            self._shortens = all(side_by_side_on_paper(trials, None))
+            self._shortens = all(side_by_side_simulated(trials, None))
 
     def trace(
         self,
@@ -263,7 +263,7 @@ class ConfigProfile(StepProfile):
         tiles: In how many tiles MLPs may run, or None.
 
     Raises:
-        NotOnPaper: The step asks for values.
+        NotSimulated: The step asks for values.
         ValueError: As :func:`gradckpt.enable`, or the source refuses the batch.
     """
 
@@ -321,7 +321,7 @@ def plan_source(
 
     Raises:
         NoPlan: There is none.
-        NotOnPaper, ValueError: As :class:`ConfigProfile`.
+        NotSimulated, ValueError: As :class:`ConfigProfile`.
     """
     rated = find(_USUAL_DEVICE) if device is None else device
     rates = rates_of(rated, source.computes_in_16_bits)

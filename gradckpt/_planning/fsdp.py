@@ -1,6 +1,6 @@
-"""Models that FSDP has sharded: what a rank has of them, and their step on paper.
+"""Models that FSDP has sharded: what a rank has of them, and their simulated step.
 
-On paper FSDP's own forwards, hooks and handles run, from where a step begins, and collectives move
+In it FSDP's own forwards, hooks and handles run, from where a step begins, and collectives move
 nothing. In ``FullyShardedDataParallel`` (FSDP1, :class:`FSDP1State`) each handle has another flat
 parameter then, with the attributes of its own; with ``fully_shard`` (FSDP2, :class:`FSDP2State`)
 each parameter has another shard.
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from gradckpt._engine import torch_private as private
-from gradckpt._planning.paper import PaperMode
+from gradckpt._planning.simulation import SimulationMode
 
 __all__ = ["FLAT", "FSDP1State", "FSDP2State", "KeptAttributes", "name_before", "views_in"]
 _LISTS = (list, collections.deque)
@@ -141,8 +141,8 @@ class FSDP1State:
             private.fsdp1_lazy_init()(state, state)
 
     @contextlib.contextmanager
-    def on_paper(self, mode: PaperMode) -> Iterator[list[Parameter]]:
-        """Let all be as where a step begins, with shards on paper, which this yields."""
+    def simulated(self, mode: SimulationMode) -> Iterator[list[Parameter]]:
+        """Let all be as where a step begins, with simulated shards, which this yields."""
         shared = [x for state in self.states for x in (state._exec_order_data, state._free_event_queue)]
         parts = [module for handle in self.handles for module in handle._get_modules()]
         whole = [handle._fully_sharded_module for handle in self.handles]
@@ -157,7 +157,7 @@ class FSDP1State:
                 state._exec_order_data.handles_post_forward_order.clear()
                 state._free_event_queue._queue.clear()
             for handle in self.handles:
-                flats.append(_flat_on_paper(handle, mode))
+                flats.append(_simulated_flat(handle, mode))
             yield flats
         finally:
             for flat in flats:
@@ -221,8 +221,8 @@ def _begin_fsdp1(x: Any) -> None:
     attributes.update((name, torch.cpu.current_stream()) for name in attributes if name.endswith("_stream"))
 
 
-def _flat_on_paper(handle: Any, mode: PaperMode) -> Parameter:
-    """Give a handle and its modules a flat parameter on paper, which is sharded."""
+def _simulated_flat(handle: Any, mode: SimulationMode) -> Parameter:
+    """Give a handle and its modules a simulated flat parameter, which is sharded."""
     old = handle.flat_param
     flat: Any = Parameter(mode.like(old._local_shard), requires_grad=old.requires_grad)
     vars(flat).update({name: copy.copy(x) if isinstance(x, list) else x for name, x in vars(old).items()})
@@ -377,8 +377,8 @@ class FSDP2State:
             state._lazy_init()
 
     @contextlib.contextmanager
-    def on_paper(self, mode: PaperMode) -> Iterator[list[Parameter]]:
-        """Let all be as where a step begins, with shards on paper, which this yields.
+    def simulated(self, mode: SimulationMode) -> Iterator[list[Parameter]]:
+        """Let all be as where a step begins, with simulated shards, which this yields.
 
         The caller puts back the modules' parameters.
         """
@@ -390,7 +390,7 @@ class FSDP2State:
             for group in self.groups:
                 partial = group._partial_reduce_output
                 group._partial_reduce_output = None if partial is None else mode.like(partial)
-            yield [_shard_on_paper(p, mode) for p in self.parameters]
+            yield [_simulated_shard(p, mode) for p in self.parameters]
         finally:
             for attributes in kept:
                 attributes.put_back()
@@ -462,7 +462,7 @@ def _begin_fsdp2(x: Any) -> None:
             attributes[name] = torch.device("cpu")
 
 
-def _shard_on_paper(p: Any, mode: PaperMode) -> Parameter:
+def _simulated_shard(p: Any, mode: SimulationMode) -> Parameter:
     old, whole = p.sharded_param, vars(p).pop("_unsharded_param", None)
     p.device = torch.device("cpu")
     p.sharded_state = type(p.sharded_state).SHARDED

@@ -1,4 +1,4 @@
-"""What kernels save, cast and allocate, for a step on paper, in which every tensor is on the CPU.
+"""What kernels save, cast and allocate, for a simulated step, in which every tensor is on the CPU.
 
 :func:`cuda_kernels`: attention, dropout and RMS norm save other tensors on CUDA. Convolutions,
 layer, group and batch norms, losses and activations save the same. Not counted: workspaces of
@@ -40,7 +40,7 @@ _ALIGNMENT = 8
 
 @contextlib.contextmanager
 def cuda_kernels() -> Iterator[None]:
-    """Let operators on paper save what CUDA's save, also where a recompute runs them in backward.
+    """Let simulated operators save what CUDA's save, also where a recompute runs them in backward.
 
     The kernels lie below autocast, and C++ functions that call these operators get them, too.
     """
@@ -57,7 +57,7 @@ def cuda_kernels() -> Iterator[None]:
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError("gradckpt: CUDA's kernels have no values; run them in a PaperMode")
+    raise NotImplementedError("gradckpt: CUDA's kernels have no values; run them in a SimulationMode")
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:

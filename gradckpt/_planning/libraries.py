@@ -1,9 +1,9 @@
 """What libraries allocate: bitsandbytes for frozen weights in 4 or 8 bits (:func:`quantize`), and
 losses of a causal language model that never hold all logits, as on CUDA (:data:`LOSSES`).
 
-Of frozen weights only bytes and their lifetimes are right: they have no values on paper. Each loss
-allocates what the library's own does, in its order, in chunks of its sizes. Numbers are right in
-float32; in 16 bits the libraries' kernels round otherwise.
+Of frozen weights only bytes and their lifetimes are right, as simulated tensors have no values.
+Each loss allocates what the library's own does, in its order, in chunks of its sizes. Numbers are
+right in float32; in 16 bits the libraries' kernels round otherwise.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _tile(buffer: Tensor, part: Tensor, chunk: Tensor, bias: Tensor | None, word
 
 def _of_one_dtype(total: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return operands whose product has the dtype of the sum: CUDA's addmm adds 16 bits to float32,
-    the CPU's does not, so on paper the operands are strided views of the sum's dtype.
+    the CPU's does not, so in a simulated step the operands are strided views of the sum's dtype.
     """
     if left.dtype == total.dtype:
         return left, right

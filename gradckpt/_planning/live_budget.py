@@ -1,6 +1,6 @@
 """A budget that is planned while a model trains: :class:`LiveBudget`.
 
-The first training call runs with exact recomputing. Before it, the step runs on paper in each
+The first training call runs with exact recomputing. Before it, the step is simulated in each
 option; in it, each distinct region is measured. The second call runs as planned. The plan is made
 again when more is alive than it knew: larger inputs, gradients that exist when the forward begins,
 states of the optimizer. Inputs of which each is larger in a dimension (few long sequences, many
@@ -39,10 +39,10 @@ from gradckpt._planning.device_memory import (
 )
 from gradckpt._planning.devices import Placement, placement_of
 from gradckpt._planning.options import KEEP, RECOMPUTE, RegionCosts, allowed, measure_regions, regions_to_plan
-from gradckpt._planning.paper_tensors import NotOnPaper
 from gradckpt._planning.plan import agreed
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import Plan
+from gradckpt._planning.simulated_tensors import NotSimulated
 from gradckpt._planning.step_trace import state_bytes, torch_optimizer
 from gradckpt._settings import quiet
 from gradckpt._stats import Stats, continue_from, stats
@@ -322,9 +322,9 @@ class LiveBudget:
                     placement=self._placement,
                     tiles=self.tiles,
                 )
-        except NotOnPaper as reason:
+        except NotSimulated as reason:
             raise ValueError(
-                f"gradckpt: the step cannot run on paper ({reason}), so there is no plan; leave budget= out and "
+                f"gradckpt: the step cannot be simulated ({reason}), so there is no plan; leave budget= out and "
                 "compare settings with gradckpt.plan(model, batch)"
             ) from None
         if profile.remark:

@@ -190,7 +190,7 @@ def _from_config(entries: dict[str, Any], dtype: torch.dtype) -> Source:
     if not labels or main not in _INPUTS:
         raise ValueError(_unknown(kind, not labels, main, entries, transformers))
     if config.is_encoder_decoder:
-        for name in ("pad_token_id", "decoder_start_token_id"):  # the values of tokens have no effect on paper
+        for name in ("pad_token_id", "decoder_start_token_id"):  # the values of tokens have no effect here
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
     if labels == ("labels",) and not of_tokens:

@@ -35,10 +35,10 @@ from gradckpt._planning.device_memory import (
     state_of,
 )
 from gradckpt._planning.devices import parse_link, placement_of
-from gradckpt._planning.paper_tensors import NotOnPaper
 from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import NoPlan, Plan, digest_of, plan_of
 from gradckpt._planning.report import Comparison
+from gradckpt._planning.simulated_tensors import NotSimulated
 from gradckpt._training_step import alone
 
 __all__ = ["agreed", "plan"]
@@ -93,7 +93,7 @@ def plan(
     """Compute the memory that a training step of a model needs in each ready setting; or with
     ``budget``, choose an option for each region so that the step stays within it.
 
-    The step runs on paper: with the model's shapes and without values, memory or a device's time.
+    The step is simulated: with the model's shapes and without values, memory or a device's time.
     The figures are those of torch's CPU allocator, to about 0.1 %. Parameters, buffers, gradients,
     random generators and counters are afterwards as before.
 
@@ -101,7 +101,7 @@ def plan(
     a shape function) runs for real instead, once in each setting; the result says so. With
     ``budget``, three real steps with exact recomputing measure times, and each distinct region in
     each option, one at a time. Two more try the plan, and the one of the smallest budget: what they
-    need beyond the paper (scratch of an operator) counts.
+    need beyond the simulated one (scratch of an operator) counts.
 
     Args:
         model: A module in training mode, enabled or not.
@@ -111,7 +111,7 @@ def plan(
         modules: The modules to checkpoint, as for :func:`gradckpt.enable`.
         memory: What the step may use, parameters and optimizer included: bytes, ``"24GiB"`` or
             ``"24GB"``. The table then says which settings fit. Not with ``budget``.
-        measure: Run real steps, and do not try on paper. Not with ``budget``.
+        measure: Run real steps, and simulate none. Not with ``budget``.
         budget: The bytes that tensors on the device may need (on the CPU: their largest sum):
             weights, gradients, optimizer states, activations, also of other models. ``"60GiB"``,
             ``"60GB"`` or bytes; ``"90%"`` of the device, on the CPU of what the control group
@@ -186,9 +186,9 @@ def plan(
                 placement=placement,
                 tiles=tiles,
             )
-        except NotOnPaper as reason:
+        except NotSimulated as reason:
             raise ValueError(
-                f"gradckpt: the step cannot run on paper ({reason}), so there is no plan; compare settings with "
+                f"gradckpt: the step cannot be simulated ({reason}), so there is no plan; compare settings with "
                 "plan(model, batch) instead"
             ) from None
         found.check_optimizer(limit)  # before steps that take long

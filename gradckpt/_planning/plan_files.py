@@ -149,8 +149,8 @@ class KnownPlan:
 class SavedProfile:
     """``step_seconds``: of the step with exact recomputing. ``plain``: bytes that the step adds
     without checkpointing; while these are the same, the peaks of ``known`` are. ``excess``: bytes
-    that real steps needed beyond the paper, at most. ``options``: those that plans may choose from.
-    ``measured``: what was, and ``regions``: which of it each region is.
+    that real steps needed beyond the simulated ones, at most. ``options``: those that plans may
+    choose from. ``measured``: what was, and ``regions``: which of it each region is.
     """
 
     step_seconds: float

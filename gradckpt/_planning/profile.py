@@ -46,7 +46,7 @@ from gradckpt._planning.plan_files import KnownPlan, Measured, SavedProfile, inp
 from gradckpt._planning.region_plan import NoPlan, Plan
 from gradckpt._planning.segments import StepTrace, condensed, held_blocks
 from gradckpt._planning.step_profile import StepProfile
-from gradckpt._planning.step_trace import StateBeforePaper, late_progress, optimizer_memory, trace_step
+from gradckpt._planning.step_trace import StateBeforeSimulation, late_progress, optimizer_memory, trace_step
 from gradckpt._settings import quiet
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
@@ -62,7 +62,7 @@ _SECONDS, _LEAST, _MOST = 2.0, 2, 6
 _FOR_SMALLEST, _FOR_FASTEST = 3, 4
 
 #: So often real steps try a plan, and the one that needs least: again only if they need more than
-#: on paper.
+#: the simulated step.
 _RUNS = 3
 
 #: If there are more kinds of regions, what their errors weigh is measured of all together.
@@ -87,9 +87,9 @@ class Profile(StepProfile):
     ``fixed``: the bytes that are there during the whole step, by name, as they are now.
 
     Raises:
-        NotOnPaper: The step asks for values.
+        NotSimulated: The step asks for values.
         TypeError: ``optimizer`` is no torch optimizer.
-        ValueError: As :func:`gradckpt.enable`; the optimizer's step cannot be run on paper, or it
+        ValueError: As :func:`gradckpt.enable`; the optimizer's step cannot be simulated, or it
             trains other parameters.
     """
 
@@ -121,7 +121,7 @@ class Profile(StepProfile):
         self._is_weighed = False
         #: A sentence that the step returns about what it assumes, or "".
         self.remark = ""
-        self._before: StateBeforePaper | None = None  # of this call
+        self._before: StateBeforeSimulation | None = None  # of this call
         with quiet():
             blocks = regions_to_plan(model, modules)
         refuse_shards(model, blocks)
@@ -177,10 +177,10 @@ class Profile(StepProfile):
             )
         return condensed(found), inputs, remarks[-1]
 
-    def _keep(self) -> StateBeforePaper:
+    def _keep(self) -> StateBeforeSimulation:
         """Return what traces in this process restore; the step changes nothing between them."""
         if self._before is None:
-            self._before = StateBeforePaper(self.model, self._batch, self._step)
+            self._before = StateBeforeSimulation(self.model, self._batch, self._step)
         return self._before
 
     # ---- real steps
@@ -233,7 +233,9 @@ class Profile(StepProfile):
             chosen, measured = self._choose(error, batch, budget)
             about = list(self.notes)
             if self._excess:
-                about.append(f"A real step needed {format_bytes(self._excess)} more than on paper, which plans count.")
+                about.append(
+                    f"A real step needed {format_bytes(self._excess)} more than the simulated one, which plans count."
+                )
             made = self.result(chosen, budget, self.fixed, about, measured=measured, error=error)
         finally:
             self._before = None

@@ -195,7 +195,7 @@ class Plan:
     def pareto(self) -> list[dict[str, float]]:
         """Return budgets in bytes and the step's seconds of the best plan for each, by bytes.
 
-        With ``offload``, of the plans that were tried on paper, waits included: with
+        With ``offload``, of the plans that were simulated, waits included: with
         ``profile=plan``, planning for one of these budgets gives that plan or a faster one.
         """
         fixed = sum(self.fixed.values())

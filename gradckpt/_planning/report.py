@@ -80,16 +80,16 @@ def is_smallest(least: int, size: int) -> bool:
 
 def with_a_smaller_budget(hints: Hints) -> Hints:
     """Return the hints of a plan that is not the smallest."""
-    return _where_layers_bind(hints, "a smaller budget has a plan, which takes longer")
+    return _where_layers_are_largest(hints, "a smaller budget has a plan, which takes longer")
 
 
 def with_tiles(hints: Hints) -> Hints:
     """Return the hints where tiles help."""
-    return _where_layers_bind(hints, _IN_TILES[hints is not IN_PYTHON])
+    return _where_layers_are_largest(hints, _IN_TILES[hints is not IN_PYTHON])
 
 
-def _where_layers_bind(hints: Hints, hint: str) -> Hints:
-    """Return the hints with this one where what layers keep, or their working set, binds."""
+def _where_layers_are_largest(hints: Hints, hint: str) -> Hints:
+    """Return the hints with this one where what layers keep, or their working set, is largest."""
     return {**hints, "kept": (hint,), "working": (hint,)}
 
 
@@ -227,7 +227,7 @@ def _barely(plan: Comparison, row: Row) -> bool:
 
 
 def _advice(plan: Comparison, row: Row) -> str:
-    """Say what binds in a row, and what would move it."""
+    """Say what the largest part of a row's peak is, and what would lower it."""
     if row.peak is None:
         return ""
     alone = plan.memory is not None and sum(plan.fixed.values()) > plan.memory  # the rest does not matter yet

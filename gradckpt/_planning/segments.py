@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from gradckpt import _C
 from gradckpt._planning.device_memory import local
-from gradckpt._planning.paper import Work
+from gradckpt._planning.simulation import Work
 
 __all__ = [
     "SIGNED",

@@ -1,4 +1,4 @@
-"""A step on paper in each option of its regions, and plans from that: :class:`StepProfile`."""
+"""A simulated step in each option of its regions, and plans from that: :class:`StepProfile`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradckpt._planning.options import KEEP, RECOMPUTE, Cost, Option, RegionCost
 from gradckpt._planning.region_plan import NoPlan, Offloaded, Plan, PlannedRegion, digest_of, outside_of
 from gradckpt._planning.report import IN_PYTHON, LESS, TILES, Hints, advice, is_smallest, with_tiles
 from gradckpt._planning.segments import Peak, StepTrace, memory_use, total
-from gradckpt._planning.step_trace import StateBeforePaper, side_by_side_on_paper
+from gradckpt._planning.step_trace import StateBeforeSimulation, side_by_side_simulated
 from gradckpt._settings import Setting
 
 __all__ = ["StepProfile"]
@@ -45,7 +45,7 @@ _HIDDEN, _FEW_BYTES = 0.005, 0.1
 
 
 class StepProfile(abc.ABC):
-    """The memory of a step on paper in each option, and the times of its regions.
+    """The memory of a simulated step in each option, and the times of its regions.
 
     ``traces``: by option, with all regions in it; ``largest``: the same if nearly all tokens choose
     the same experts, where sizes depend on that. Budgets are kept by the latter.
@@ -104,21 +104,21 @@ class StepProfile(abc.ABC):
             found.setdefault((option.without_policy(), work), option)
         return list(found.values())
 
-    # ---- on paper
+    # ---- simulated steps
 
     #: Returns what restores this process after a trace in it; None: there is nothing to restore.
-    _keep: Callable[[], StateBeforePaper] | None = None
+    _keep: Callable[[], StateBeforeSimulation] | None = None
 
     @abc.abstractmethod
     def _trace(self, options: Sequence[Option], concentrated: bool) -> Any:
-        """Run the step on paper; return what :meth:`_learn` takes."""
+        """Simulate the step; return what :meth:`_learn` takes."""
 
     @abc.abstractmethod
     def _progressing(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
         """Return a context that gives what tells of the work in it."""
 
     def trace(self, options: Sequence[Option], *, concentrated: bool = False) -> StepTrace:
-        """Return the step on paper with an option for each block; it runs once. No segment stands
+        """Return the simulated step with an option for each block; it runs once. No segment stands
         for others. ``concentrated``: as for :func:`gradckpt._planning.step_trace.trace_step`.
         """
         key = tuple(options), concentrated
@@ -138,7 +138,7 @@ class StepProfile(abc.ABC):
 
     def _run(self, keys: Sequence[_Key], tell: Callable[[int], None] = lambda number: None) -> None:
         trials = [functools.partial(self._try, *key) for key in keys]
-        for key, found in zip(keys, side_by_side_on_paper(trials, self._keep, tell), strict=True):
+        for key, found in zip(keys, side_by_side_simulated(trials, self._keep, tell), strict=True):
             if found is not None:
                 self._learn(key, found)
 
@@ -175,7 +175,7 @@ class StepProfile(abc.ABC):
         return found
 
     def trace_of(self, choice: Choice) -> StepTrace:
-        """Return the step on paper with an option for each call, that which needs most."""
+        """Return the simulated step with an option for each call, that which needs most."""
         self.seen.add(choice)
         return self.largest_of(self.of_choice(choice))
 
@@ -274,7 +274,7 @@ class StepProfile(abc.ABC):
         return Chain({option: trace.segments for option, trace in self.largest.items()})
 
     def limit(self, budget: Budget, fixed: Mapping[str, int]) -> int:
-        """Return the bytes that the step on paper may add.
+        """Return the bytes that the simulated step may add.
 
         ``fixed``: bytes that are there during the whole step, by name.
         """

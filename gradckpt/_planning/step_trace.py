@@ -1,4 +1,4 @@
-"""Steps on paper: of a model, :func:`trace_step`, and of its optimizer, :func:`optimizer_memory`.
+"""Simulated steps: of a model, :func:`trace_step`, and of its optimizer, :func:`optimizer_memory`.
 
 A trace is a list of segments: the forward and the backward of each block, and what lies between.
 Each has the allocations and releases that happen in it, so the same segment may be counted as often
@@ -32,20 +32,20 @@ from gradckpt._holders import holder_of
 from gradckpt._host_random import host_random
 from gradckpt._planning.device_memory import local, state_of, trained_parts
 from gradckpt._planning.kernels import cuda_kernels
-from gradckpt._planning.paper import Event, PaperMode, Work
-from gradckpt._planning.paper_tensors import NotOnPaper, refuse_reads, tensors_on_paper
 from gradckpt._planning.segments import GRADIENTS, KEPT, LOSS, WORKING, Segment, StepTrace, resized
+from gradckpt._planning.simulated_tensors import NotSimulated, refuse_reads, tensors_without_values
+from gradckpt._planning.simulation import Event, SimulationMode, Work
 from gradckpt._stats import uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import StepWrites, higher_order_in
 
 __all__ = [
     "OptimizerMemory",
-    "StateBeforePaper",
+    "StateBeforeSimulation",
     "late_progress",
-    "on_paper",
     "optimizer_memory",
-    "side_by_side_on_paper",
+    "side_by_side_simulated",
+    "simulated",
     "state_bytes",
     "torch_optimizer",
     "trace_step",
@@ -55,43 +55,43 @@ T = TypeVar("T")
 _seeds = itertools.count(0x6763_6B70)  # of which no seed of a user begins
 
 
-def side_by_side_on_paper(
+def side_by_side_simulated(
     trials: Sequence[Callable[[], T]],
-    keep: Callable[[], StateBeforePaper] | None,
+    keep: Callable[[], StateBeforeSimulation] | None,
     progress: Callable[[int], None] = lambda number: None,
 ) -> list[T]:
-    """Return the results of trials that run steps on paper, as :func:`side_by_side`."""
+    """Return the results of trials that simulate steps, as :func:`side_by_side`."""
     _load()
     return side_by_side(trials, keep, progress)
 
 
 @functools.cache
 def _load() -> None:
-    """Import what a step on paper imports, or each child would."""
+    """Import what a simulated step imports, or each child would."""
     trace_step(torch.nn.Identity(), lambda x: (x @ x).mean().backward(), torch.ones(1, 1, requires_grad=True))
 
 
-class StateBeforePaper(TrainingState):
-    """What a step on paper can change in this process, to be restored if it does not run apart."""
+class StateBeforeSimulation(TrainingState):
+    """What a simulated step can change in this process, to be restored if it does not run apart."""
 
     def __init__(self, model: Module, *others: Any) -> None:
         state_of(model).initialize()  # which FSDP does once
         super().__init__(model, *others, values=False)
 
     def restore(self, *, failed: bool = False) -> None:
-        """Restore all; an error that is about to be raised may hold tensors on paper.
+        """Restore all; an error that is about to be raised may hold simulated tensors.
 
         Raises:
             RuntimeError: Something else keeps a tensor without values.
         """
         super().restore(failed=failed)
-        if not tensors_on_paper():
+        if not tensors_without_values():
             return
         gc.collect()
-        for x in tensors_on_paper():
+        for x in tensors_without_values():
             if (holder := holder_of(x, self.known)) is not None or not failed:
                 raise RuntimeError(
-                    f"gradckpt: {holder or 'something'} keeps a tensor of a step on paper, which has no values; empty "
+                    f"gradckpt: {holder or 'something'} keeps a tensor of a simulated step, which has no values; empty "
                     "it before the next step"
                 )
 
@@ -105,11 +105,11 @@ def trace_step(
     concentrated: bool = False,
     cuda: bool = False,
 ) -> StepTrace:
-    """Run one step on paper.
+    """Simulate one step.
 
     The model's parameters and buffers are replaced for the time by tensors without values, and
     random generators and counters get back their states. What else the step changes stays, unless
-    :func:`side_by_side_on_paper` runs it.
+    :func:`side_by_side_simulated` runs it.
 
     Args:
         model: The module that ``run`` calls; its tensors may be fake, meta, or on any device.
@@ -124,30 +124,30 @@ def trace_step(
 
     Raises:
         StepWrites: The step changes parameters.
-        NotOnPaper: The step asks for values. Other exceptions of ``run`` arrive unchanged.
+        NotSimulated: The step asks for values. Other exceptions of ``run`` arrive unchanged.
     """
-    mode = PaperMode(concentrated, device_is_cpu=not cuda)
+    mode = SimulationMode(concentrated, device_is_cpu=not cuda)
     rewind_host = host_random()
     torch.default_generator.manual_seed(next(_seeds))  # no region shares a state of before the step
     originals = [p for p in model.parameters() if type(p) is Parameter]
     marks: list[_Mark] = []
     try:
-        with on_no_memory(), uncounted(), on_paper(model, mode) as parameters, _marked(blocks, mode, marks):
-            batch = _map(lambda x: _batch_on_paper(mode, x), batch)
+        with on_no_memory(), uncounted(), simulated(model, mode) as parameters, _marked(blocks, mode, marks):
+            batch = _map(lambda x: _simulated_batch(mode, x), batch)
             before = _payload_bytes()
-            placed = placed_before = _C.placed_on_paper()
+            placed = placed_before = _C.simulated_placed()
             with refuse_reads(mode.has_values), cuda_kernels() if cuda else contextlib.nullcontext(), mode:
                 try:
                     run(batch)
-                    placed = _C.placed_on_paper()
+                    placed = _C.simulated_placed()
                 except Exception as error:
                     _refuse_writes(mode, originals)
-                    if isinstance(error, NotOnPaper) or (operator := higher_order_in(error)) is None:
+                    if isinstance(error, NotSimulated) or (operator := higher_order_in(error)) is None:
                         raise
-                    raise NotOnPaper(f"{operator}: Dynamo has to capture it first") from error
+                    raise NotSimulated(f"{operator}: Dynamo has to capture it first") from error
             _refuse_writes(mode, originals)
             if not mode.work:
-                raise NotOnPaper("it ran in another thread")
+                raise NotSimulated("it ran in another thread")
             after = _payload_bytes()
             gradients = {
                 number
@@ -155,7 +155,7 @@ def trace_step(
                 if p.grad is not None and (number := mode.number_of(local(p.grad))) is not None
             }
     finally:
-        torch.clear_autocast_cache()  # of casts on paper
+        torch.clear_autocast_cache()  # of simulated casts
         rewind_host()
     events = mode.events[:]
     bounds = [_Mark(0, before, placed_before, "", -1), *marks, _Mark(len(events), after, placed, "", -1)]
@@ -165,20 +165,20 @@ def trace_step(
     return StepTrace(segments, mode.data_dependent, len(mode.work))
 
 
-def _refuse_writes(mode: PaperMode, parameters: list[Parameter]) -> None:
+def _refuse_writes(mode: SimulationMode, parameters: list[Parameter]) -> None:
     if mode.wrote.intersection(p.untyped_storage()._cdata for p in parameters):
         raise StepWrites
 
 
-def _batch_on_paper(mode: PaperMode, x: torch.Tensor) -> torch.Tensor:
+def _simulated_batch(mode: SimulationMode, x: torch.Tensor) -> torch.Tensor:
     if x.is_floating_point() or x.is_complex():
         return mode.like(x).requires_grad_(x.requires_grad)
     return x.cpu()
 
 
 @contextlib.contextmanager
-def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
-    """Replace the model's parameters and buffers by tensors on paper; small integer buffers keep
+def simulated(model: Module, mode: SimulationMode) -> Iterator[list[Parameter]]:
+    """Replace the model's parameters and buffers by simulated tensors; small integer buffers keep
     their values.
     """
     old: list[tuple[dict[str, Any], str, Any]] = []
@@ -192,21 +192,21 @@ def on_paper(model: Module, mode: PaperMode) -> Iterator[list[Parameter]]:
                 if x is None:
                     continue
                 if id(x) in sharded:
-                    new[id(x)] = x  # until the shards are on paper
+                    new[id(x)] = x  # until the shards are simulated
                 elif id(x) not in new:
                     new[id(x)] = _parameter_or_buffer(mode, x)
                 old.append((table, name, x))
     try:
         for table, name, x in old:
             table[name] = new[id(x)]
-        with state.on_paper(mode) as shards:
+        with state.simulated(mode) as shards:
             yield [*shards, *(x for key, x in new.items() if isinstance(x, Parameter) and key not in sharded)]
     finally:
         for table, name, x in old:
             table[name] = x
 
 
-def _parameter_or_buffer(mode: PaperMode, x: torch.Tensor) -> torch.Tensor:
+def _parameter_or_buffer(mode: SimulationMode, x: torch.Tensor) -> torch.Tensor:
     plain = type(x) in (torch.Tensor, Parameter)
     if plain and x.device.type != "meta" and not x.is_floating_point() and not x.is_complex() and x.nbytes < 2**20:
         return x.detach().cpu().clone()
@@ -248,11 +248,11 @@ def _payload_bytes() -> int:
 
 
 @contextlib.contextmanager
-def _marked(blocks: Sequence[Module], mode: PaperMode, marks: list[_Mark]) -> Iterator[None]:
+def _marked(blocks: Sequence[Module], mode: SimulationMode, marks: list[_Mark]) -> Iterator[None]:
     """Note where each block's forward and backward begin."""
 
     def mark(phase: str, block: int) -> None:
-        marks.append(_Mark(len(mode.events), _payload_bytes(), _C.placed_on_paper(), phase, block))
+        marks.append(_Mark(len(mode.events), _payload_bytes(), _C.simulated_placed(), phase, block))
 
     def before(block: int, *_: object) -> None:
         if private.graph_task_id() == -1:
@@ -349,18 +349,18 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def optimizer_memory(model: Module, optimizer: Any) -> OptimizerMemory:
-    """Run an optimizer's next step on paper.
+    """Simulate an optimizer's next step.
 
     Raises:
         TypeError: It is no torch optimizer.
-        ValueError: Its step cannot be run on paper, or it trains other parameters.
+        ValueError: Its step cannot be simulated, or it trains other parameters.
     """
     inner = torch_optimizer(optimizer)
     own = trained_parts(model)
     if not any(id(p) in own for group in inner.param_groups for p in group["params"]):
         raise ValueError("gradckpt: optimizer= has no parameter of this model; pass the one that trains it")
     trial = functools.partial(_optimizer_step, inner)
-    return side_by_side_on_paper([trial], lambda: StateBeforePaper(model, vars(inner)))[0]
+    return side_by_side_simulated([trial], lambda: StateBeforeSimulation(model, vars(inner)))[0]
 
 
 def _optimizer_step(inner: torch.optim.Optimizer) -> OptimizerMemory:
@@ -386,21 +386,21 @@ def _optimizer_step(inner: torch.optim.Optimizer) -> OptimizerMemory:
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"gradckpt: the step of {type(inner).__name__} cannot be run on paper ({reason}); leave optimizer= out "
+            f"gradckpt: the step of {type(inner).__name__} cannot be simulated ({reason}); leave optimizer= out "
             "and let enable(budget=) plan again when its states exist"
         ) from error
     top = max(itertools.accumulate((event.size for event in mode.events), initial=0))
     return OptimizerMemory(before, state_bytes(twin) - before, top)
 
 
-class _OptimizerMode(PaperMode):
+class _OptimizerMode(SimulationMode):
     """Small tensors of the states keep their values: a step asks for the number of steps."""
 
     def _made_here(self, func: Any, args: Any, kwargs: Any) -> bool:
         return True
 
 
-def _twin(mode: PaperMode, x: Any) -> Any:
+def _twin(mode: SimulationMode, x: Any) -> Any:
     if not isinstance(x, Tensor):
         return copy.copy(x)
     return mode.like(local(x)) if x.numel() > 1 else x.detach().cpu().clone()

@@ -20,7 +20,7 @@ def probe(tmp_path_factory):
     subprocess.run([gcc, "-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE",
                     "-Wno-missing-field-initializers", f"-I{CSRC}", f"-I{headers}",
                     HELPERS / "launch_probe.c",
-                    *(CSRC / "torch" / f"{name}.c" for name in ("calls", "error", "paper")),
+                    *(CSRC / "torch" / f"{name}.c" for name in ("calls", "error", "simulated")),
                     "-o", library], check=True)  # fmt: skip
     return ctypes.PyDLL(str(library))  # called with the GIL held
 

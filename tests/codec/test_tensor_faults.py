@@ -34,7 +34,7 @@ def library(tmp_path_factory):
     made = tmp_path_factory.mktemp("tensors") / "tensors.so"
     subprocess.run([gcc, "-std=c11", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror",
                     "-Wno-missing-field-initializers", "-D_GNU_SOURCE", "-DPy_LIMITED_API=0x030B0000", f"-I{INCLUDE}",
-                    f"-I{CSRC}", HELPERS / "tensor_faults.c", CSRC / "torch" / "paper.c",
+                    f"-I{CSRC}", HELPERS / "tensor_faults.c", CSRC / "torch" / "simulated.c",
                     "-o", made], check=True)  # fmt: skip
     return made
 

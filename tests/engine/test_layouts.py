@@ -164,7 +164,7 @@ REGIONS = {
 }
 
 
-#: The dtype decides the codec; every other door and pair: test_layout_sweep.py.
+#: The dtype decides the codec; every other entry point and pair: test_layout_sweep.py.
 EXACT_BY_DTYPE = {torch.float32: "lossless", torch.bfloat16: "raw"}
 
 

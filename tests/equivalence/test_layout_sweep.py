@@ -1,6 +1,6 @@
 """Operators and modules whose arguments are slices, expanded, transposed or in channels_last,
-through every door and codec (helpers/layout_sweep.py): bit-equal to plain autograd, or as near as
-with contiguous arguments."""
+through every entry point and codec (helpers/layout_sweep.py): bit-equal to plain autograd, or as
+near as with contiguous arguments."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def test_modules_and_operators_in_some_layouts():
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["modules", "operators"])
-def test_every_layout_with_every_pair_of_door_and_codec(what):
+def test_every_layout_with_every_pair_of_entry_point_and_codec(what):
     sweep(what)
 
 
@@ -44,5 +44,5 @@ def test_every_layout_with_every_pair_of_door_and_codec(what):
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", range(SOAK_PARTS))
 @pytest.mark.parametrize("what", ["modules", "operators"])
-def test_every_layout_door_and_codec(what, part):
+def test_every_layout_entry_point_and_codec(what, part):
     sweep(what, "--all", "--part", f"{part}/{SOAK_PARTS}")

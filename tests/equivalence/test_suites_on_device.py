@@ -10,7 +10,7 @@ import sys
 import pytest
 from checkout import HELPERS, ROOT, TESTS
 
-FILES = sorted(path for room in ("engine", "selective") for path in (TESTS / room).glob("test_*.py"))
+FILES = sorted(path for folder in ("engine", "selective") for path in (TESTS / folder).glob("test_*.py"))
 SHARES = 4
 
 

@@ -1,4 +1,4 @@
-"""A step on paper and a trial step leave no trace in models of transformers and diffusers: their
+"""A simulated step and a trial step leave no trace in models of transformers and diffusers: their
 next steps are those of a model that was never planned."""
 
 import inspect
@@ -162,7 +162,7 @@ def steps(key, kind, way=None):
 
 def check(key, kind, way):
     if key in ASKS and "budget" in way:
-        with pytest.raises(ValueError, match="cannot run on paper"):
+        with pytest.raises(ValueError, match="cannot be simulated"):
             steps(key, kind, way)
         return
     for found, fresh in zip(steps(key, kind, way), steps(key, kind), strict=True):

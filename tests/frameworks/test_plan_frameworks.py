@@ -1,4 +1,4 @@
-"""gradckpt.plan: peaks on paper beside real ones, of PEFT's and diffusers' models."""
+"""gradckpt.plan: simulated peaks beside real ones, of PEFT's and diffusers' models."""
 
 import os
 

@@ -58,7 +58,7 @@ class Call(nn.Module):
         return self.function(*args)
 
 
-DOORS = {
+ENTRY_POINTS = {
     "checkpoint": lambda policy, call, *args: gradckpt.checkpoint(call, *args, policy=policy),
     "SelectiveRecompute": lambda policy, call, *args: gradckpt.SelectiveRecompute.apply(call, policy, *args),
     "torch's": lambda policy, call, *args: torchs_checkpoint(
@@ -76,11 +76,11 @@ def tensors_in(x):
     return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad]
 
 
-def gradients(call, door, policy, leaves, layout, others=(), backwards=1):
+def gradients(call, entry_point, policy, leaves, layout, others=(), backwards=1):
     """Of every leaf and parameter, for each backward."""
     torch.manual_seed(1)
     args = [LAYOUTS[layout](x) for x in leaves]
-    run = call if door == PLAIN else functools.partial(DOORS[door], policy, call)
+    run = call if entry_point == PLAIN else functools.partial(ENTRY_POINTS[entry_point], policy, call)
     outs = tensors_in(run(*args, *others))
     loss = sum((out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum() for out in outs)
     wanted = [*leaves, *(p for p in call.parameters() if p.requires_grad)]
@@ -100,15 +100,15 @@ def same(a, b):
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
-def check(call, leaves, layout, policy, door, others=(), want=None, refused=False):
+def check(call, leaves, layout, policy, entry_point, others=(), want=None, refused=False):
     """None, or what is wrong; refused: two may raise, a write that a version shows, as in torch,
     and a region of one node around a function that has other tensors with gradients."""
     want = gradients(call, PLAIN, None, leaves, layout, others)[0] if want is None else want
-    backwards = 2 if door == "reusable" else 1
+    backwards = 2 if entry_point == "reusable" else 1
     try:
-        found = gradients(call, door, POLICIES[policy], leaves, layout, others, backwards)
+        found = gradients(call, entry_point, POLICIES[policy], leaves, layout, others, backwards)
     except RuntimeError as error:
-        lost = door == "SelectiveRecompute" and "would lose the gradient of a tensor" in str(error)
+        lost = entry_point == "SelectiveRecompute" and "would lose the gradient of a tensor" in str(error)
         if refused and (lost or "has been mutated" in str(error)):
             return None
         return f"{type(error).__name__}: {error}"
@@ -177,10 +177,10 @@ REFUSED = {"Linear and a write", "RNN"}
 
 def sweep_of_modules(combinations):
     wrong = []
-    for name, layout, policy, door in combinations(MODULES, LAYOUTS, POLICIES, DOORS):
+    for name, layout, policy, entry_point in combinations(MODULES, LAYOUTS, POLICIES, ENTRY_POINTS):
         torch.manual_seed(0)
-        found = check(MODULES[name](), input_of_programs(), layout, policy, door, refused=name in REFUSED)
-        wrong += [(name, layout, policy, door, found)] if found else []
+        found = check(MODULES[name](), input_of_programs(), layout, policy, entry_point, refused=name in REFUSED)
+        wrong += [(name, layout, policy, entry_point, found)] if found else []
     return wrong
 
 
@@ -188,7 +188,7 @@ def sweep_of_operators(part, parts, everything=False):
     from opinfo import cases, operators
 
     wrong, reached = [], 0
-    combinations = list(itertools.product(POLICIES, DOORS, LAYOUTS))
+    combinations = list(itertools.product(POLICIES, ENTRY_POINTS, LAYOUTS))
     others = itertools.cycle(combinations)
     for op in operators()[part::parts]:
         if torch.float32 not in op.supported_dtypes("cpu") or not op.supports_autograd:
@@ -213,9 +213,9 @@ def sweep_of_operators(part, parts, everything=False):
             except Exception:  # what the operator itself refuses
                 continue
             reached += 1
-            for policy, door, layout in itertools.islice(others, len(combinations) if everything else 12):
-                found = check(call, leaves, layout, policy, door, refused=True)
-                wrong += [(case.name, layout, policy, door, found)] if found else []
+            for policy, entry_point, layout in itertools.islice(others, len(combinations) if everything else 12):
+                found = check(call, leaves, layout, policy, entry_point, refused=True)
+                wrong += [(case.name, layout, policy, entry_point, found)] if found else []
     return wrong, reached
 
 

@@ -7,9 +7,9 @@ rows wherever that can be, so that a tensor which comes back in another order ha
 
     python tests/helpers/layout_sweep.py modules [--part 1/4] [--all] [--only Linear]
 
-goes over (subject, layout, codec, door) and prints what is wrong. Without --all each subject meets
-every layout, and over the subjects every pair of the others. OpInfo (``operators``) wants a process
-of its own.
+goes over (subject, layout, codec, entry point) and prints what is wrong. Without --all each subject
+meets every layout, and over the subjects every pair of the others. OpInfo (``operators``) wants a
+process of its own.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def place(layout: str, values: torch.Tensor) -> tuple[torch.Tensor, Callable[[to
     return leaf.requires_grad_(), lambda x: one.view(x * 1)
 
 
-# ---- doors ----
+# ---- entry points ----
 
 
 class _Held(torch.nn.Module):
@@ -167,7 +167,7 @@ def _aot_eager(codec: str | None, function: Any, *args: Any, **kwargs: Any) -> A
     return compiled(*args, **kwargs)
 
 
-DOORS: dict[str, Callable[..., Any]] = {
+ENTRY_POINTS: dict[str, Callable[..., Any]] = {
     "checkpoint": _checkpoint,
     "reentrant": _reentrant,
     "SelectiveRecompute": _selective,
@@ -186,10 +186,10 @@ class Case(NamedTuple):
     subject: Subject
     layout: str
     codec: str
-    door: str
+    entry_point: str
 
     def __str__(self) -> str:
-        return f"{self.subject.name} | {self.layout} | {self.codec} | {self.door}"
+        return f"{self.subject.name} | {self.layout} | {self.codec} | {self.entry_point}"
 
 
 def _differentiable(x: Any) -> bool:
@@ -210,7 +210,7 @@ class _Expanding(torch.nn.Module):
         return self.function(*args, **kwargs)
 
 
-def gradients(case: Case, door: Callable[..., Any], contiguous: bool) -> list[torch.Tensor]:
+def gradients(case: Case, entry_point: Callable[..., Any], contiguous: bool) -> list[torch.Tensor]:
     """Of the arguments' leaves and of the module, for outputs weighted the same way in every run.
     ``contiguous``: the same values, each once (a compiled graph holds each element), handed in
     contiguous."""
@@ -225,14 +225,14 @@ def gradients(case: Case, door: Callable[..., Any], contiguous: bool) -> list[to
         leaf, view = place(case.layout, x)
         leaves.append(leaf)
         given = view(leaf)
-        if contiguous and given.shape != leaf.shape and case.layout == "expand" and case.door != "aot_eager":
+        if contiguous and given.shape != leaf.shape and case.layout == "expand" and case.entry_point != "aot_eager":
             shapes[-1] = given.shape
             return leaf * 1
         return given.clone(memory_format=torch.contiguous_format) if contiguous else given
 
     args, kwargs = tree_map(laid_out, (args, kwargs))
     torch.manual_seed(2)
-    out = door(_Expanding(function, shapes) if any(shapes) else function, *args, **kwargs)
+    out = entry_point(_Expanding(function, shapes) if any(shapes) else function, *args, **kwargs)
     outputs, weights = [], []
     for i, t in enumerate(tree_leaves(out)):
         if isinstance(t, torch.Tensor) and t.requires_grad:  # of one node, all floating ones do
@@ -268,35 +268,35 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 FLOOR = 2e-4
 
 
-def _is_the_doors(case: Case, wanted: list[torch.Tensor]) -> bool:
-    """Does the door differ from plain autograd without a codec too?"""
+def _is_of_the_entry_point(case: Case, wanted: list[torch.Tensor]) -> bool:
+    """Does the entry point differ from plain autograd without a codec too?"""
     try:
-        return not same(gradients(case, functools.partial(DOORS[case.door], None), False), wanted)
+        return not same(gradients(case, functools.partial(ENTRY_POINTS[case.entry_point], None), False), wanted)
     except Exception:
         return True
 
 
-REFUSED, OF_THE_DOOR = "refused", "of the door alone"
+REFUSED, OF_THE_ENTRY_POINT = "refused", "of the entry point alone"
 
 
 def wrong(case: Case) -> str | None:
-    """What is wrong with this case; or that plain autograd refuses it, or that the door has it
-    without a codec too."""
+    """What is wrong with this case; or that plain autograd refuses it, or that the entry point
+    has it without a codec too."""
     try:
         wanted = gradients(case, _plain, contiguous=False)
     except Exception:
         return REFUSED
     found = _differs(case, wanted)
-    return OF_THE_DOOR if found not in (None, REFUSED) and _is_the_doors(case, wanted) else found
+    return OF_THE_ENTRY_POINT if found not in (None, REFUSED) and _is_of_the_entry_point(case, wanted) else found
 
 
 def _differs(case: Case, wanted: list[torch.Tensor]) -> str | None:
-    door = functools.partial(DOORS[case.door], case.codec)
+    entry_point = functools.partial(ENTRY_POINTS[case.entry_point], case.codec)
     try:
-        found = gradients(case, door, contiguous=False)
+        found = gradients(case, entry_point, contiguous=False)
     except Exception as raised:
         try:
-            gradients(case, door, contiguous=True)
+            gradients(case, entry_point, contiguous=True)
         except Exception:
             return REFUSED  # whatever the layout
         return f"{type(raised).__name__}: {str(raised).strip()[:160]}"
@@ -305,7 +305,7 @@ def _differs(case: Case, wanted: list[torch.Tensor]) -> str | None:
             return None
         return f"not the bits of plain autograd: {error(found, wanted):.2g}"
     now = error(found, wanted)
-    contiguous = error(gradients(case, door, True), gradients(case, _plain, True))
+    contiguous = error(gradients(case, entry_point, True), gradients(case, _plain, True))
     if now <= 1.2 * contiguous + FLOOR or contiguous == float("inf"):
         return None
     return f"error {now:.2g}, contiguous {contiguous:.2g}"
@@ -327,14 +327,19 @@ def cases(subjects: list[Subject], everything: bool, few: int = 0) -> Iterator[C
     every pair of the others."""
     for s, subject in enumerate(subjects):
         layouts = fitting(subject)
-        doors = [door for door in DOORS if door != "aot_eager" or subject.compiles]
+        entry_points = [entry_point for entry_point in ENTRY_POINTS if entry_point != "aot_eager" or subject.compiles]
         if everything:
-            yield from itertools.starmap(functools.partial(Case, subject), itertools.product(layouts, CODECS, doors))
+            yield from itertools.starmap(
+                functools.partial(Case, subject), itertools.product(layouts, CODECS, entry_points)
+            )
             continue
         for i in range(min(few, len(layouts)) if few else len(layouts)):
             n = s + i if few else i
             yield Case(
-                subject, layouts[n % len(layouts)], CODECS[(s + i) % len(CODECS)], doors[(s + 3 * i) % len(doors)]
+                subject,
+                layouts[n % len(layouts)],
+                CODECS[(s + i) % len(CODECS)],
+                entry_points[(s + 3 * i) % len(entry_points)],
             )
 
 
@@ -342,17 +347,17 @@ class Sweep:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.of_the_door: list[str] = []
+        self.of_the_entry_point: list[str] = []
 
     def check(self, case: Case) -> None:
         self.counts["cases"] += 1
         before = gradckpt.stats()["compressed"]
         found = wrong(case)
         self.counts["compressed"] += gradckpt.stats()["compressed"] > before
-        if found in (REFUSED, OF_THE_DOOR):
+        if found in (REFUSED, OF_THE_ENTRY_POINT):
             self.counts[found] += 1
-            if found == OF_THE_DOOR:
-                self.of_the_door.append(str(case))
+            if found == OF_THE_ENTRY_POINT:
+                self.of_the_entry_point.append(str(case))
         elif found:
             self.wrong.append(f"{case}: {found}")
 
@@ -386,7 +391,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every combination")
     parser.add_argument("--few", type=int, default=0, help="so many layouts of each subject")
     parser.add_argument("--only", default="", help="subjects whose name has this")
-    parser.add_argument("--door", choices=DOORS, action="append")
+    parser.add_argument("--entry-point", choices=ENTRY_POINTS, action="append")
     parser.add_argument("--layout", choices=LAYOUTS, action="append")
     parser.add_argument("--codec", choices=CODECS, action="append")
     chosen = parser.parse_args()
@@ -398,14 +403,14 @@ def main() -> int:
     sweep = Sweep()
     for case in cases(subjects, chosen.all, chosen.few):
         if (
-            case.door in (chosen.door or DOORS)
+            case.entry_point in (chosen.entry_point or ENTRY_POINTS)
             and case.layout in (chosen.layout or LAYOUTS)
             and case.codec in (chosen.codec or CODECS)
         ):
             sweep.check(case)
     print(f"{len(subjects)} subjects, " + ", ".join(f"{n} {name}" for name, n in sweep.counts.items()))
-    for line in sweep.of_the_door:
-        print(f"  {OF_THE_DOOR}: {line}")
+    for line in sweep.of_the_entry_point:
+        print(f"  {OF_THE_ENTRY_POINT}: {line}")
     for line in sweep.wrong:
         print(f"  WRONG {line}")
     return int(bool(sweep.wrong))

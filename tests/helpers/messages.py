@@ -27,7 +27,7 @@ NOT_OF_CHECKPOINT = re.compile(
 PARSED = {ROOT / "gradckpt" / name for name in ("run.py", "_script.py")}
 
 #: The middle of a message: of setup.py; and of a plan, which says why a step cannot be simulated.
-PARTS = {"CudaError", "NotOnPaper"}
+PARTS = {"CudaError", "NotSimulated"}
 
 
 def template(node):

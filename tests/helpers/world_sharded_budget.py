@@ -249,7 +249,7 @@ def accumulated(make, plans):
         net(X).backward()
     if plans:
         gradckpt.plan(net, (X,), budget="1GiB")
-        with pytest.raises(ValueError, match="the step cannot run on paper"):
+        with pytest.raises(ValueError, match="the step cannot be simulated"):
             gradckpt.plan(net, (X[:, 1:],), budget="1GiB")
     net(X).backward()
     return local_gradients(net)
@@ -273,11 +273,11 @@ def states_of(net):
 
 
 def leaves_states(make):
-    """Whether all is the same object as before where a step on paper fails in the middle."""
+    """Whether all is the same object as before where a simulated step fails in the middle."""
     net = make()
     net(X).backward()
     before = states_of(net)
-    with pytest.raises(ValueError, match="the step cannot run on paper"):
+    with pytest.raises(ValueError, match="the step cannot be simulated"):
         gradckpt.plan(net, (X[:, 1:],), budget="1GiB")
     after = states_of(net)
 

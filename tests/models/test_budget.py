@@ -255,9 +255,9 @@ def test_the_optimizer_counts(monkeypatch):
         gradckpt.plan(model, BATCH, budget="1GiB", optimizer="adamw")
 
 
-@pytest.mark.parametrize("door", ["plan", "enable"])
-def test_a_plan_counts_once(door, monkeypatch):
-    """The optimizer's step runs on paper, and Python's objects are searched, once for a plan."""
+@pytest.mark.parametrize("entry_point", ["plan", "enable"])
+def test_a_plan_counts_once(entry_point, monkeypatch):
+    """The optimizer's step is simulated, and Python's objects are searched, once for a plan."""
     fixed_costs(monkeypatch)
     counts = []
     for name in ("optimizer_memory", "other_tensors"):
@@ -265,7 +265,7 @@ def test_a_plan_counts_once(door, monkeypatch):
         monkeypatch.setattr(profile, name, lambda *args, found=found: counts.append(found) or found(*args))
     model = net(2)
     optimizer = torch.optim.AdamW(model.parameters())
-    if door == "plan":
+    if entry_point == "plan":
         gradckpt.plan(model, BATCH, budget="1GiB", optimizer=optimizer)
     else:
         gradckpt.enable(model, budget="1GiB", optimizer=optimizer)

@@ -1,4 +1,4 @@
-"""plan(budget=) tries its plan in a real step, which may need more than on paper."""
+"""plan(budget=) tries its plan in a real step, which may need more than the simulated one."""
 
 import os
 
@@ -14,7 +14,7 @@ from gradckpt._planning import comparison, options, profile
 
 WIDTH, LAYERS = 64, 12
 X = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
-SCRATCH = 500_000  # bytes that paper does not see
+SCRATCH = 500_000  # bytes that a simulated step does not see
 
 
 @torch.library.custom_op("gradckpt_tests::scratch", mutates_args=())
@@ -89,10 +89,10 @@ def added(plan, size):
 
 
 def test_what_a_real_step_needs_counts(model, free):
-    """Above the smallest budget by paper, plans measure as much as they say, within the budget."""
+    """Above the smallest simulated budget, plans measure as much as they say, within the budget."""
     plain = measured(model)
     assert added(free, free.peak) == pytest.approx(plain, rel=1e-4)
-    assert any("more than on paper" in text for text in free.about), free.about
+    assert any("more than the simulated one" in text for text in free.about), free.about
     with pytest.raises(ValueError, match="the smallest budget is") as refused:
         gradckpt.plan(model, X, modules=Block, budget="activations:1KiB")
     smallest = refused.value.smallest_budget

@@ -1,4 +1,4 @@
-"""Every form in which torch's checkpoint is called, under each door: compressed, however and
+"""Every form in which torch's checkpoint is called, under each entry point: compressed, however and
 whenever the function was decorated.
 """
 

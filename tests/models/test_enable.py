@@ -205,11 +205,11 @@ def test_the_values_are_of_all_keywords():
 
 
 @pytest.mark.filterwarnings("ignore:gradckpt. offload='cpu' leaves payloads where they are")
-@pytest.mark.parametrize("door", ["own", "transformers"])
-def test_every_pair_of_keywords(door):
+@pytest.mark.parametrize("entry_point", ["own", "transformers"])
+def test_every_pair_of_keywords(entry_point):
     """Works, or is refused in one sentence: where the docs say so, and nowhere else."""
     refused = {pair for pair, said in documented().items() if said.startswith("`ValueError`")}
-    make, modules = (functools.partial(net, *4 * [WithParts]), WithParts) if door == "own" else (llama, "layer")
+    make, modules = (functools.partial(net, *4 * [WithParts]), WithParts) if entry_point == "own" else (llama, "layer")
     for pair in map(frozenset, itertools.combinations(VALUES, 2)):
         model = make()
         keywords = {key: modules if key == "modules" else VALUES[key] for key in pair}
@@ -227,7 +227,7 @@ def test_every_pair_of_keywords(door):
         if "budget" in pair:  # its plans are tested in test_budget.py
             assert len(handle.modules) == 4, pair
             continue
-        (model(torch.randn(32, 64)).sum() if door == "own" else model(input_ids=IDS, labels=IDS).loss).backward()
+        (model(torch.randn(32, 64)).sum() if entry_point == "own" else model(input_ids=IDS, labels=IDS).loss).backward()
         assert all(parameter.grad is not None for parameter in model.parameters()), pair
         count = 1 if "recompute" in pair and "modules" not in pair else 2 if "every_n_layers" in pair else 4
         assert len(handle.modules) == count, pair
@@ -253,7 +253,7 @@ def test_every_pair_of_keywords(door):
 # ---- again ----
 
 
-def doors():
+def entry_points():
     return {
         "transformers": {},
         "own": {"modules": "layer"},
@@ -262,23 +262,23 @@ def doors():
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "save_matmuls:int8"}, {"debug": True}, {"offload": True}], ids=str)
-@pytest.mark.parametrize("door", doors())
-def test_equal_arguments_do_nothing(door, options):
+@pytest.mark.parametrize("entry_point", entry_points())
+def test_equal_arguments_do_nothing(entry_point, options):
     model = llama()
-    gradckpt.enable(model, **doors()[door], **options)
+    gradckpt.enable(model, **entry_points()[entry_point], **options)
     before = [dict(vars(module)) for module in model.modules()]
-    handle = gradckpt.enable(model, **doors()[door], **options)
+    handle = gradckpt.enable(model, **entry_points()[entry_point], **options)
     after = [dict(vars(module)) for module in model.modules()]
     assert all(new.keys() == old.keys() for new, old in zip(after, before, strict=True))
     assert all(new[key] is old[key] for new, old in zip(after, before, strict=True) for key in old)
     assert len(handle.modules) == LAYERS
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(doors(), 2)))
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(entry_points(), 2)))
 def test_other_modules_take_the_place_of_the_first(first, second):
     model = llama()
-    handle = gradckpt.enable(model, **doors()[first])
-    gradckpt.enable(model, "int4", **doors()[second])
+    handle = gradckpt.enable(model, **entry_points()[first])
+    gradckpt.enable(model, "int4", **entry_points()[second])
     names = "model.layers.{}.mlp" if second == "other modules" else "model.layers.{}"
     assert list(handle.modules) == [names.format(i) for i in range(LAYERS)]
     assert config_of(handle).codec == "int4"
@@ -292,13 +292,13 @@ def test_other_modules_take_the_place_of_the_first(first, second):
 @pytest.mark.parametrize(
     "options", [{"compress": "int4"}, {"policy": "save_matmuls"}, {"debug": True}, {"every_n_layers": 2}], ids=str
 )
-@pytest.mark.parametrize("door", doors())
-def test_other_arguments_change_what_was_done(door, options):
+@pytest.mark.parametrize("entry_point", entry_points())
+def test_other_arguments_change_what_was_done(entry_point, options):
     model = llama()
-    handle = gradckpt.enable(model, **doors()[door])
-    gradckpt.enable(model, **{**doors()[door], **options})
+    handle = gradckpt.enable(model, **entry_points()[entry_point])
+    gradckpt.enable(model, **{**entry_points()[entry_point], **options})
     fresh = llama()
-    expected = gradckpt.enable(fresh, **{**doors()[door], **options})
+    expected = gradckpt.enable(fresh, **{**entry_points()[entry_point], **options})
     assert handle.modules.keys() == expected.modules.keys()
     assert config_of(handle) == config_of(expected)
     assert repr(handle) == repr(expected)
@@ -345,11 +345,11 @@ def test_what_others_changed_since_is_changed_back():
     assert len(handle.modules) == LAYERS
 
 
-@pytest.mark.parametrize("door", doors())
-def test_a_failed_call_leaves_what_there_was(door, monkeypatch):
+@pytest.mark.parametrize("entry_point", entry_points())
+def test_a_failed_call_leaves_what_there_was(entry_point, monkeypatch):
     model = llama()
-    handle = gradckpt.enable(model, **doors()[door])
-    if door == "transformers":
+    handle = gradckpt.enable(model, **entry_points()[entry_point])
+    if entry_point == "transformers":
         on(model, {"compress": "int4"})
     before, modules = [dict(vars(module)) for module in model.modules()], handle.modules
     hooks = [(dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in model.modules()]
@@ -371,17 +371,17 @@ def test_a_failed_call_leaves_what_there_was(door, monkeypatch):
 # ---- copies ----
 
 
-@pytest.mark.parametrize("door", ["own", "transformers"])
+@pytest.mark.parametrize("entry_point", ["own", "transformers"])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_a_copy_of_a_model_with_its_handle(door, way):
-    model = net() if door == "own" else llama()
+def test_a_copy_of_a_model_with_its_handle(entry_point, way):
+    model = net() if entry_point == "own" else llama()
     model.handle = gradckpt.enable(model)
     twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert twin.handle.modules.keys() == model.handle.modules.keys()
     assert config_of(twin.handle) == config_of(model.handle)
     model.handle.remove()
     assert len(twin.handle.modules) == 4
-    run = compressed if door == "own" else step
+    run = compressed if entry_point == "own" else step
     assert (run(model), run(twin)) == (0, 4)
     gradckpt.enable(twin, "int4")
     assert config_of(twin.handle).codec == "int4"
@@ -389,9 +389,9 @@ def test_a_copy_of_a_model_with_its_handle(door, way):
     assert run(twin) == 0
 
 
-@pytest.mark.parametrize("door", ["own", "transformers"])
-def test_copies_of_a_handle(door):
-    model = net() if door == "own" else llama()
+@pytest.mark.parametrize("entry_point", ["own", "transformers"])
+def test_copies_of_a_handle(entry_point):
+    model = net() if entry_point == "own" else llama()
     handle = gradckpt.enable(model)
     assert copy.copy(handle).modules == handle.modules, "of the same model"
     both = copy.deepcopy((model, handle))

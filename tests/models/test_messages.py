@@ -1,4 +1,4 @@
-"""What a wrong spelling is answered with, at every door that takes a codec or a policy:
+"""What a wrong spelling is answered with, at every entry point that takes a codec or a policy:
 the same sentence at each. And unknown keywords, and modules that are chosen in a way that chooses
 none.
 
@@ -36,7 +36,7 @@ def run(capsys, *options):
     raise ValueError("gradckpt: " + capsys.readouterr().err.splitlines()[-1].partition("error: ")[2])
 
 
-CODEC_DOORS = {
+CODEC_ENTRY_POINTS = {
     "enable": lambda codec: gradckpt.enable(layers(), codec),
     "enable, modules": lambda codec: gradckpt.enable(layers(), modules={"1": codec}),
     "checkpoint": lambda codec: gradckpt.checkpoint(torch.sin, hidden(), compress=codec),
@@ -88,9 +88,9 @@ def refuses(call, message):
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("door", CODEC_DOORS)
-def test_a_codec_of_another_spelling(door, spelling):
-    refuses(lambda: CODEC_DOORS[door](spelling), SPELLINGS[spelling])
+@pytest.mark.parametrize("entry_point", CODEC_ENTRY_POINTS)
+def test_a_codec_of_another_spelling(entry_point, spelling):
+    refuses(lambda: CODEC_ENTRY_POINTS[entry_point](spelling), SPELLINGS[spelling])
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -98,7 +98,7 @@ def test_a_codec_of_another_spelling_on_the_command_line(spelling, capsys):
     refuses(lambda: run(capsys, "--compress", spelling), SPELLINGS[spelling])
 
 
-POLICY_DOORS = {
+POLICY_ENTRY_POINTS = {
     "enable": lambda policy: gradckpt.enable(layers(), policy=policy),
     "enable, modules": lambda policy: gradckpt.enable(layers(), modules={"1": {"policy": policy}}),
     "checkpoint": lambda policy: gradckpt.checkpoint(torch.sin, hidden(), policy=policy),
@@ -119,9 +119,9 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("spelling", POLICIES)
-@pytest.mark.parametrize("door", POLICY_DOORS)
-def test_a_policy_of_another_spelling(door, spelling):
-    refuses(lambda: POLICY_DOORS[door](spelling), POLICIES[spelling])
+@pytest.mark.parametrize("entry_point", POLICY_ENTRY_POINTS)
+def test_a_policy_of_another_spelling(entry_point, spelling):
+    refuses(lambda: POLICY_ENTRY_POINTS[entry_point](spelling), POLICIES[spelling])
 
 
 @pytest.mark.parametrize("spelling", POLICIES)
@@ -129,15 +129,17 @@ def test_a_policy_of_another_spelling_on_the_command_line(spelling, capsys):
     refuses(lambda: run(capsys, "--policy", spelling), POLICIES[spelling])
 
 
-@pytest.mark.parametrize("door", CODEC_DOORS)
-def test_no_compression_has_one_form(door):
-    refuses(lambda: CODEC_DOORS[door]("none"), "'none' is no codec; to compress nothing pass compress=None")
+@pytest.mark.parametrize("entry_point", CODEC_ENTRY_POINTS)
+def test_no_compression_has_one_form(entry_point):
+    refuses(
+        lambda: CODEC_ENTRY_POINTS[entry_point]("none"), "'none' is no codec; to compress nothing pass compress=None"
+    )
 
 
-@pytest.mark.parametrize("door", ["enable", "enable, modules", "checkpoint", "patched"])
-def test_no_codec_is_no_field(door):
+@pytest.mark.parametrize("entry_point", ["enable", "enable, modules", "checkpoint", "patched"])
+def test_no_codec_is_no_field(entry_point):
     with pytest.raises(TypeError, match="a codec is named by a string, not None; to compress nothing pass compress=No"):
-        CODEC_DOORS[door]({"codec": None})
+        CODEC_ENTRY_POINTS[entry_point]({"codec": None})
 
 
 # ---- keywords ----
@@ -440,14 +442,14 @@ def test_a_config_that_was_pickled_with_a_field_of_then_still_compresses_a_polic
     assert repr(policies.save_matmuls.compressed(config)) == "<gradckpt policy: save_matmuls:int4>"
 
 
-@pytest.mark.parametrize("door", ["checkpoint", "compress_saved", "patched"])
-def test_float64_is_named(door):
+@pytest.mark.parametrize("entry_point", ["checkpoint", "compress_saved", "patched"])
+def test_float64_is_named(entry_point):
     """Beside ``enable``'s, in test_enable.py."""
     x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True) * 1
     gradckpt.stats.reset()
-    if door == "checkpoint":
+    if entry_point == "checkpoint":
         gradckpt.checkpoint(torch.sin, x, compress="int8").sum().backward()
-    elif door == "compress_saved":
+    elif entry_point == "compress_saved":
         with gradckpt.compress_saved("int8"):
             (x * x.sin()).sum().backward()
     else:

@@ -14,12 +14,12 @@ from test_huggingface import IDS, build, on, transformers
 
 import gradckpt
 
-ROOMS = ("torch", "transformers", "accelerate", "multiprocessing")
+LIBRARIES = ("torch", "transformers", "accelerate", "multiprocessing")
 
 
 def is_theirs(thing):
-    room = vars(thing).get("__module__") if issubclass(type(thing), type) else thing.__module__
-    return type(room) is str and room.split(".")[0] in ROOMS
+    module_name = vars(thing).get("__module__") if issubclass(type(thing), type) else thing.__module__
+    return type(module_name) is str and module_name.split(".")[0] in LIBRARIES
 
 
 class Snapshot:
@@ -29,9 +29,9 @@ class Snapshot:
         self.found, self.held = {}, []
         gc.unfreeze()  # what conftest.py froze is what is looked at here
         gc.collect()
-        for room, module in list(sys.modules.items()):
-            if room.split(".")[0] in ROOMS and isinstance(module, types.ModuleType):
-                self.attributes(room, module)
+        for module_name, module in list(sys.modules.items()):
+            if module_name.split(".")[0] in LIBRARIES and isinstance(module, types.ModuleType):
+                self.attributes(module_name, module)
         for thing in gc.get_objects():
             if issubclass(type(thing), type) and is_theirs(thing):
                 self.attributes((thing.__module__, thing.__qualname__, id(thing)), thing)

@@ -226,9 +226,9 @@ class TestNothingLeftBehind:
         def snapshot():
             kinds = (type, type(lambda: 0), type(len), functools.partial)
             return {
-                (room, name): thing
-                for room, module in sorted(sys.modules.items())
-                if room.split(".")[0] in ("torch", "transformers", "accelerate")
+                (module_name, name): thing
+                for module_name, module in sorted(sys.modules.items())
+                if module_name.split(".")[0] in ("torch", "transformers", "accelerate")
                 for name, thing in vars(module).items()
                 if isinstance(thing, kinds)
             }
@@ -242,7 +242,7 @@ class TestNothingLeftBehind:
         after = snapshot()
         # transformers forgets lazily looked up names of its own when a module of it is imported
         assert {key: after.get(key, thing) for key, thing in before.items()} == before
-        assert any(room == late for room, _ in after)
+        assert any(module_name == late for module_name, _ in after)
         strangers = [k for k, thing in after.items() if getattr(thing, "__module__", "") == "gradckpt._patching"]
         assert strangers == []
 

@@ -77,7 +77,7 @@ class Net(torch.nn.Module):
 
 
 BATCH = torch.ones(2048, 64)
-#: Of random states of a few regions in host memory, which paper does not count.
+#: Of random states of a few regions in host memory, which a simulated step does not count.
 STATES = 4 * torch.get_rng_state().nbytes
 
 

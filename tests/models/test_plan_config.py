@@ -15,9 +15,9 @@ from transformers.utils import logging
 import gradckpt
 from gradckpt._planning.config_model import ConfigModel
 from gradckpt._planning.kernels import cuda_autocast
-from gradckpt._planning.paper import PaperMode
 from gradckpt._planning.segments import GRADIENTS
-from gradckpt._planning.step_trace import on_paper, trace_step
+from gradckpt._planning.simulation import SimulationMode
+from gradckpt._planning.step_trace import simulated, trace_step
 
 logging.set_verbosity_error()
 # Of transformers, for the names that PEFT still uses.
@@ -66,7 +66,7 @@ def llama(write):
 
 
 def step(planned, tokens, batch=1):
-    """Trace a step on paper."""
+    """Trace a simulated step."""
     return trace_step(planned.model, lambda _: planned.run(tokens, batch))
 
 
@@ -86,8 +86,8 @@ def build(name, config, dtype):
 
 def saved(planned, tokens, batch=1):
     """Bytes that a forward saves for its backward."""
-    mode = PaperMode()
-    with on_paper(planned.model, mode), mode:
+    mode = SimulationMode()
+    with simulated(planned.model, mode), mode:
         return gradckpt.residuals(lambda: planned.loss(tokens, batch)).total_bytes
 
 
@@ -140,7 +140,7 @@ def test_a_step_takes_what_the_real_one_takes(family, dtype, write, monkeypatch)
 
 
 def test_long_sequences_save_no_mask(write):
-    """transformers asks positions whether sequences are packed: those on paper have values."""
+    """transformers asks positions whether sequences are packed: simulated ones have values."""
     tokens = 32768
     planned = ConfigModel(write("LlamaForCausalLM", transformers.LlamaConfig(**TINY, max_position_embeddings=tokens)))
     assert saved(planned, tokens) < tokens * tokens // 4
@@ -322,8 +322,8 @@ def test_nf4_saves_no_weight(llama):
 
 def test_int8_layers_hold_their_inputs(llama):
     planned = ConfigModel(llama, lora="r=4", weights="int8", prepare="none")
-    mode = PaperMode()
-    with on_paper(planned.model, mode), mode:
+    mode = SimulationMode()
+    with simulated(planned.model, mode), mode:
         loss = planned.loss(32)
     nodes, seen, inputs = [loss.grad_fn], set(), []
     while nodes:
@@ -418,7 +418,7 @@ def test_a_loss_without_logits_saves_hidden_states_instead(write, loss):
 
 @pytest.mark.parametrize("loss", ["trl", "liger", "torch"])
 def test_a_loss_without_logits_is_the_models(llama, loss):
-    """With real numbers in place of those on paper."""
+    """With real numbers in place of simulated ones."""
     planned = ConfigModel(llama, loss=loss, dtype="fp32")
     real = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).train()
     planned.model, planned._head = real, real.lm_head

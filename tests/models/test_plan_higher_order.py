@@ -1,5 +1,5 @@
-"""plan(), budgets and gradient_error() of models that call higher order operators of torch: on
-paper, or by real steps where Dynamo has to capture them first."""
+"""plan(), budgets and gradient_error() of models that call higher order operators of torch:
+simulated, or by real steps where Dynamo has to capture them first."""
 
 import higher_order
 import pytest
@@ -8,10 +8,10 @@ from higher_order import missing, surroundings
 from torch._subclasses import FakeTensorMode
 
 import gradckpt
-from gradckpt._planning.paper import PaperMode
+from gradckpt._planning.simulation import SimulationMode
 
-#: Those that run on paper: the kernels of others refuse modes, or torch's checkpoint refuses them.
-ON_PAPER = ["flex_attention", "associative_scan", "invoke_subgraph", "wrap", "made later"]
+#: Those that can be simulated: kernels of others refuse modes, or torch's checkpoint refuses them.
+SIMULATED = ["flex_attention", "associative_scan", "invoke_subgraph", "wrap", "made later"]
 CAPTURED = ["cond"]
 
 
@@ -37,8 +37,8 @@ def net(request):
 X = torch.randn(16, higher_order.N, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("net", ON_PAPER, indirect=True)
-def test_on_paper(net):
+@pytest.mark.parametrize("net", SIMULATED, indirect=True)
+def test_simulated(net):
     found = gradckpt.plan(net, (X,))
     assert not any("measured" in text for text in found.about)
     with gradckpt.track_memory(net) as memory:
@@ -75,10 +75,10 @@ def test_gradient_error(net):
     assert 0 < gradckpt.gradient_error(net, (X,), "int8")["int8"].total < 0.05
 
 
-def test_tensors_that_are_traced_on_paper_tell_their_shapes():
+def test_tensors_that_are_traced_in_a_simulated_step_tell_their_shapes():
     """C++ asks them for these where no exception is survived."""
     fake = FakeTensorMode().from_tensor(torch.ones(2, 3))
-    with PaperMode() as mode:
+    with SimulationMode() as mode:
         assert fake.device == torch.device("cpu")
         assert fake.t().contiguous().shape == (3, 2)
     assert mode.work == []

@@ -81,7 +81,7 @@ def test_plan_of_a_step_in_another_thread_measures():
     assert is_real(gradckpt.plan(model, step))
 
 
-def test_plan_runs_on_paper_under_autocast_and_where_a_step_keeps_tensors():
+def test_plan_simulates_under_autocast_and_where_a_step_keeps_tensors():
     model, kept = Model(lambda y: kept.append(y) or True), []
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_real(gradckpt.plan(model, (X,)))
@@ -138,7 +138,7 @@ def test_gradient_error_refuses_a_batch_that_changes():
         gradckpt.gradient_error(Scaling(), (X.clone(),), "int8")
 
 
-def test_plan_never_lets_ddp_allocate_buckets_on_paper():
+def test_plan_never_lets_ddp_allocate_simulated_buckets():
     distributed = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:

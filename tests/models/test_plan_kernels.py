@@ -1,4 +1,4 @@
-"""gradckpt._planning.kernels: what CUDA's kernels save, on paper."""
+"""gradckpt._planning.kernels: what CUDA's kernels save in a simulated step."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradckpt
 from gradckpt._planning.kernels import cuda_autocast, cuda_kernels
-from gradckpt._planning.paper import PaperMode
+from gradckpt._planning.simulation import SimulationMode
 from gradckpt._planning.step_trace import trace_step
 
 B, H, T, D = 2, 8, 72, 64
@@ -17,8 +17,8 @@ HALF, FULL = 2, 4
 
 
 def saved(run, *shapes, dtype=torch.bfloat16, on_cuda=True):
-    """What a function of tensors on paper saves; its backward runs, too."""
-    mode = PaperMode()
+    """What a function of simulated tensors saves; its backward runs, too."""
+    mode = SimulationMode()
     inputs = [mode.like(torch.empty(shape, dtype=dtype, device="meta")).requires_grad_() for shape in shapes]
     with cuda_kernels() if on_cuda else contextlib.nullcontext(), mode:
         found = gradckpt.residuals(lambda: run(*inputs))
@@ -193,7 +193,7 @@ def test_regions_run_them_again(codec):
 
 def test_small_inputs_with_values():
     """Values do not help: CUDA's operators have no kernel here."""
-    with cuda_kernels(), PaperMode():
+    with cuda_kernels(), SimulationMode():
         x = torch.ones(1, 1, 8, 8, dtype=torch.bfloat16)
         assert F.scaled_dot_product_attention(x, x, x).shape == x.shape
         assert F.rms_norm(x, (8,)).shape == x.shape

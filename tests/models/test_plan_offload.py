@@ -214,7 +214,7 @@ def test_the_verdict(place, monkeypatch):
 
 
 def test_where_offload_lowers_no_peak(place, monkeypatch):
-    """The working set of the one large region binds."""
+    """The peak is the working set of the one large region."""
     fixed_costs(monkeypatch)
     model = net(2)
     plan = gradckpt.plan(model, BATCH, budget="4GiB", offload=place)

@@ -1,4 +1,4 @@
-"""gradckpt.plan: peaks on paper beside what the CPU's allocator reports of real steps."""
+"""gradckpt.plan: simulated peaks beside what the CPU's allocator reports of real steps."""
 
 import os
 
@@ -18,8 +18,8 @@ logging.set_verbosity_error()
 SETTINGS = [s for s in READY if s.name in {"none", "torch", "int8", "int4", "compress_saved int8"}]
 INT8 = SETTINGS[2]
 LAYERS, TOKENS, BATCH, VOCAB = 12, 256, 2, 512
-#: Bytes of a random state, which regions keep in host memory and paper does not count. One more is
-#: alive while a region runs again.
+#: Bytes of a random state, which regions keep in host memory and a simulated step does not count.
+#: One more is alive while a region runs again.
 STATE = torch.get_rng_state().nbytes
 STATES = (LAYERS + 1) * STATE
 
@@ -96,7 +96,7 @@ def assert_equal(planned, measured):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peaks_with_gradients_that_exist(family):
-    """What is kept for the backward binds, not the gradients."""
+    """The peak is what is kept for the backward, not the gradients."""
     model, batch, step = prepare(FAMILIES[family])
     peaks = []
     for setting in SETTINGS:
@@ -151,7 +151,7 @@ def test_peaks_of_convolutions(stride):
 
 
 def balanced(x, k, dim=-1):
-    """topk whose indices are 0, 1, ... in turn, as on paper."""
+    """topk whose indices are 0, 1, ... in turn, as in a simulated step."""
     values, indices = _topk(x, k, dim)
     indices.data.copy_((torch.arange(indices.numel()) % x.shape[dim]).view_as(indices))
     return values, indices

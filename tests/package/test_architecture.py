@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from checkout import ROOT
-from test_layers import ALLOWED, CONTRACT, ONLY, PYTHON, SOURCES, room_of, unit_of
+from test_layers import ALLOWED, CONTRACT, ONLY, PYTHON, SOURCES, package_of, unit_of
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PICTURE = ElementTree.parse(ROOT / "docs" / "architecture.svg").getroot()
@@ -21,7 +21,7 @@ ELSEWHERE = {*ONLY, "build/docs"}
 #: Folders that a checkout has and the tree has not.
 MADE = {"build", "dist", "__pycache__"}
 
-ROOMS = {room_of(unit_of(path)) for path in SOURCES if path != CONTRACT}
+C_PACKAGES = {package_of(unit_of(path)) for path in SOURCES if path != CONTRACT}
 PACKAGES = {path.parent.name for path in (ROOT / "gradckpt").glob("*/__init__.py")}
 
 
@@ -76,19 +76,19 @@ def code_in(cell):
     return set(re.findall("`([^`]+)`", cell))
 
 
-def test_the_page_states_the_arrows_between_rooms_of_c():
-    assert set(ALLOWED) == ROOMS
-    assert {room: code_in(cell) for room, cell in table_of("Packages of csrc").items()} == ALLOWED
+def test_the_page_states_the_arrows_between_packages_of_c():
+    assert set(ALLOWED) == C_PACKAGES
+    assert {package: code_in(cell) for package, cell in table_of("Packages of csrc").items()} == ALLOWED
 
 
-def test_the_page_states_what_may_import_rooms_of_python():
+def test_the_page_states_what_may_import_packages_of_python():
     stated = table_of("Packages of gradckpt")
-    free = {room for room, cell in stated.items() if cell == "any module"}
+    free = {package for package, cell in stated.items() if cell == "any module"}
     dotted = {"gradckpt": "gradckpt"}  # the package itself
     importers = {
-        f"gradckpt.{room}": {dotted.get(each, f"gradckpt.{each}") for each in code_in(cell)}
-        for room, cell in stated.items()
-        if room not in free
+        f"gradckpt.{package}": {dotted.get(each, f"gradckpt.{each}") for each in code_in(cell)}
+        for package, cell in stated.items()
+        if package not in free
     }
     assert importers == PYTHON
     assert set(stated) >= PACKAGES
@@ -99,44 +99,46 @@ def texts(kind):
     return [text.text for text in PICTURE.iter(f"{SVG}text") if text.get("class") == kind]
 
 
-def test_the_picture_shows_each_room_once_and_nothing_else():
-    assert sorted(texts("room")) == sorted(ROOMS)
+def test_the_picture_shows_each_package_once_and_nothing_else():
+    assert sorted(texts("package")) == sorted(C_PACKAGES)
     assert sorted(texts("python")) == sorted(PACKAGES)
     assert texts("file") == [CONTRACT.name]
 
 
 def reached(graph):
-    """{room: all that lies behind it}"""
-    behind = {room: set(others) for room, others in graph.items()}
-    for room in graph:  # each room is put between all others once
+    """{package: all that lies behind it}"""
+    behind = {package: set(others) for package, others in graph.items()}
+    for package in graph:  # each package is put between all others once
         for others in behind.values():
-            others |= behind[room] if room in others else set()
+            others |= behind[package] if package in others else set()
     return behind
 
 
 def test_the_picture_has_the_arrows_that_imply_all_others():
-    drawn = {room: set() for room in ALLOWED}
+    drawn = {package: set() for package in ALLOWED}
     for path in PICTURE.iter(f"{SVG}path"):
         if path.get("data-arrow"):
-            room, other = path.get("data-arrow").split()
-            assert other not in drawn[room]
-            drawn[room].add(other)
+            package, other = path.get("data-arrow").split()
+            assert other not in drawn[package]
+            drawn[package].add(other)
     assert reached(drawn) == reached(ALLOWED)
-    for room, others in drawn.items():
+    for package, others in drawn.items():
         implied = set().union(*(reached(drawn)[other] for other in others))
-        assert others <= ALLOWED[room]
-        assert not others & implied, f"{room}: another arrow implies these"
+        assert others <= ALLOWED[package]
+        assert not others & implied, f"{package}: another arrow implies these"
 
 
 def box(x, y):
-    """The room whose box has this point on its edge."""
+    """The package whose box has this point on its edge."""
     boxes = [each for each in PICTURE.iter(f"{SVG}rect") if each.get("height") == "38"]
-    names = [text for text in PICTURE.iter(f"{SVG}text") if text.get("class") == "room"]
+    names = [text for text in PICTURE.iter(f"{SVG}text") if text.get("class") == "package"]
     for each in boxes:
         left, top, width = (float(each.get(key)) for key in ("x", "y", "width"))
         if left <= x <= left + width and top <= y <= top + 38:
             middles = {text.text: (float(text.get("x")) - left, float(text.get("y")) - top) for text in names}
-            return next((room for room, (right, down) in middles.items() if 0 < right < width and 0 < down < 38), None)
+            return next(
+                (package for package, (right, down) in middles.items() if 0 < right < width and 0 < down < 38), None
+            )
     return None
 
 

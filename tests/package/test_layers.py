@@ -1,5 +1,5 @@
-"""The arrows of the house go one way: every #include, every name of C and every import is read, and
-a new arrow, or a circle, fails."""
+"""The arrows between packages go one way: every #include, every name of C and every import is read,
+and a new arrow, or a circle, fails."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ import re
 import pytest
 from checkout import CSRC, ROOT, source
 
-#: room of csrc -> the rooms that it may know, besides itself and gradckpt.h
+#: package of csrc -> the packages that it may know, besides itself and gradckpt.h
 ALLOWED = {
     "codec/format": set(),
     "codec/portable": {"codec/format"},
@@ -26,10 +26,10 @@ ALLOWED = {
     "module": {"engine/region", "engine/selective", "engine/saved", "engine/payload", "engine", "torch"},
 }
 
-#: what only one room may know, with those inside it
+#: what only one package may know, with those inside it
 ONLY = {"Python.h": {"torch", "engine", "module"}, "dlfcn.h": {"torch"}, "cuda_runtime.h": {"codec"}}
 
-#: Rooms and modules of Python that few may import: what imports them, by prefix
+#: Packages and modules of Python that few may import: what imports them, by prefix
 PYTHON = {
     "gradckpt.__main__": set(),
     "gradckpt.run": {"gradckpt.__main__"},
@@ -89,7 +89,7 @@ def unit_of(path):
     return str(path.relative_to(CSRC).with_suffix(""))
 
 
-def room_of(unit):
+def package_of(unit):
     return unit.rpartition("/")[0] or unit
 
 
@@ -177,12 +177,12 @@ def circles(graph):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(CSRC)))
 def test_c_follows_the_arrows(path):
-    room = room_of(unit_of(path))
+    package = package_of(unit_of(path))
     for kind, name in includes_of(path):
-        assert name not in ONLY or room.split("/")[0] in ONLY[name], f"{path.name} includes {name}"
+        assert name not in ONLY or package.split("/")[0] in ONLY[name], f"{path.name} includes {name}"
         assert kind == "<" or (CSRC / name).exists(), f"{path.name} includes {name}, which csrc/ does not have"
     for unit in KNOWN[path] - {unit_of(CONTRACT)}:
-        assert room_of(unit) in {room} | ALLOWED[room], f"{path.name} ({room}) knows {unit}"
+        assert package_of(unit) in {package} | ALLOWED[package], f"{path.name} ({package}) knows {unit}"
 
 
 def test_c_has_no_circles():
@@ -255,16 +255,16 @@ def imports_of(name):
             yield node.value, False
 
 
-def is_in(name, room):
-    return name == room or name.startswith(f"{room}.")
+def is_in(name, package):
+    return name == package or name.startswith(f"{package}.")
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_follow_the_arrows(name):
     for imported, top in imports_of(name):
         assert imported != "gradckpt", f"{name} imports the package; import from the module that defines the name"
-        for room, importers in PYTHON.items():
-            if is_in(imported, room) and not is_in(name, room):
+        for package, importers in PYTHON.items():
+            if is_in(imported, package) and not is_in(name, package):
                 listed = any(name == each or (each != "gradckpt" and is_in(name, each)) for each in importers)
                 assert listed, f"{name} imports {imported}"
         if imported in FRAMEWORKS:

@@ -196,8 +196,8 @@ def test_a_module_that_no_hook_has_left_ends_with_its_node():
 
 
 @pytest.mark.parametrize("budget", ["activations:1800KiB", "activations:1GiB"])
-def test_a_step_on_paper_is_no_memory(budget):
-    """The first call under a budget runs the step on paper, in each option: where the process has
+def test_a_simulated_step_is_no_memory(budget):
+    """The first call under a budget simulates the step in each option: where the process has
     another thread, in the process itself."""
     net = torch.nn.Sequential(*(Feed() for _ in range(8)))
     batch = torch.randn(512, 32, requires_grad=True)
@@ -216,14 +216,14 @@ def test_a_step_on_paper_is_no_memory(budget):
     assert memory.by_region.keys() <= {"(outside the model)", "Sequential", *dict(net.named_modules())}
 
 
-def test_what_is_released_while_a_step_is_on_paper_is_released():
+def test_what_is_released_while_a_step_is_simulated_is_released():
     tree = Tree()
     tree.memory(100, 1, "cpu")
-    tree.mark("paper")
+    tree.mark("simulation")
     tree.memory(1000, 2, "cpu")
     tree.memory(-100, 1, "cpu")
     tree.memory(7, 3, "cpu", DEVICE)  # another thread's
-    tree.mark("end of paper")
+    tree.mark("end of simulation")
     tree.memory(-1000, 2, "cpu")
     tree.memory(10, 2, "cpu")
     (cpu,) = tree.devices().values()

@@ -63,9 +63,9 @@ def test_what_is_a_guard(guards):
     assert [g.apart for g in guards] == ["", "", "", "a failed allocation", "speed alone", "device code"]
 
 
-def test_every_room_has_guards_to_draw_from():
-    drawn = [g.room for g in mutate_guards.all_guards(ROOT / "csrc") if not g.apart]
-    assert set(drawn) == set(mutate_guards.ROOMS)
+def test_every_package_has_guards_to_draw_from():
+    drawn = [g.package for g in mutate_guards.all_guards(ROOT / "csrc") if not g.apart]
+    assert set(drawn) == set(mutate_guards.PACKAGES)
 
 
 def test_a_switch(guards, tmp_path):

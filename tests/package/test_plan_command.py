@@ -106,7 +106,7 @@ def test_errors_of_other_libraries_are_a_sentence(run, write, monkeypatch):
     path = write(transformers.LlamaConfig(**TINY))
     said = wrong(run, path, "--tokens", 64)
     assert said.endswith(
-        "error: LlamaForCausalLM cannot run a step of 64 tokens on paper (KeyError: 'no such\\nthing'); call "
+        "error: LlamaForCausalLM cannot simulate a step of 64 tokens (KeyError: 'no such\\nthing'); call "
         "gradckpt.plan(model, batch) in your script instead (--traceback shows where)"
     )
     with pytest.raises(KeyError):

@@ -21,7 +21,7 @@ from checkout import ROOT
 
 import gradckpt
 from gradckpt import _apart
-from gradckpt._planning.paper_tensors import tensors_on_paper
+from gradckpt._planning.simulated_tensors import tensors_without_values
 
 X = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(5))
 
@@ -270,10 +270,10 @@ class InAQueueOfPython(InAQueue):
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("block", [InAQueue, InAQueueOfPython])
-def test_what_stays_on_paper_is_refused_by_name(block):
+def test_simulated_tensors_that_stay_are_refused_by_name(block):
     model = Net(block).train()
-    with pytest.raises(RuntimeError, match=r"keeps a tensor of a step on paper, which has no values") as error:
+    with pytest.raises(RuntimeError, match=r"keeps a tensor of a simulated step, which has no values") as error:
         gradckpt.plan(model, (X,), budget="1GiB", modules=[model.last])
     assert ("kept" in str(error.value)) or ("queue" in str(error.value).lower())
     del error, model
-    assert not tensors_on_paper()
+    assert not tensors_without_values()

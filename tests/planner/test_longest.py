@@ -5,7 +5,7 @@ import random
 import pytest
 
 from gradckpt._planning.comparison import longest
-from gradckpt._planning.paper_tensors import NotOnPaper
+from gradckpt._planning.simulated_tensors import NotSimulated
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -45,7 +45,7 @@ def test_lengths_that_cannot_be_tried():
 
         return needed
 
-    assert longest(100, 1100, refuse(NotOnPaper("values")), 1000, 5000, None) == 100
+    assert longest(100, 1100, refuse(NotSimulated("values")), 1000, 5000, None) == 100
     assert longest(100, 1100, refuse(ValueError("a multiple of 64")), 1000, 5000, None) is None
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradckpt._planning import libraries
-from gradckpt._planning.paper import PaperMode
+from gradckpt._planning.simulation import SimulationMode
 from gradckpt._planning.step_trace import trace_step
 
 TOKENS, WORDS, WIDTH = 9000, 128256, 4096
@@ -41,7 +41,7 @@ def test_loss_and_gradients_are_cross_entropys(name, bias, monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs))
 
 
-def peak_on_paper(function, dtype, trained, mixed):
+def simulated_peak(function, dtype, trained, mixed):
     """Bytes of a step of (hidden, weight, labels) -> loss."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.empty(WORDS, WIDTH, dtype=dtype, device="meta"), requires_grad=trained)
@@ -64,7 +64,7 @@ class _Nothing:
 
 @pytest.mark.parametrize(("dtype", "trained", "mixed"), FORMS)
 def test_memory_is_trls(dtype, trained, mixed, monkeypatch):
-    """Its own function on paper, as it runs on CUDA: kernels fold tiles where they lie."""
+    """Its own function, simulated as it runs on CUDA: kernels fold tiles where they lie."""
     trl = pytest.importorskip("trl.kernels.chunked_logprob")
     monkeypatch.setattr(trl, "_use_triton", lambda device: True)
     monkeypatch.setattr(trl, "triton", types.SimpleNamespace(cdiv=lambda a, b: -(-a // b)), raising=False)
@@ -79,14 +79,14 @@ def test_memory_is_trls(dtype, trained, mixed, monkeypatch):
     def ours(hidden, weight, labels):
         return libraries._TrlFunction.apply(hidden, weight, None, labels).sum()
 
-    expected = peak_on_paper(theirs, dtype, trained, mixed)
-    assert peak_on_paper(ours, dtype, trained, mixed) == pytest.approx(expected, rel=0.002)
+    expected = simulated_peak(theirs, dtype, trained, mixed)
+    assert simulated_peak(ours, dtype, trained, mixed) == pytest.approx(expected, rel=0.002)
 
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_memory_is_torchs(dtype, trained, monkeypatch):
-    """Its own loop on paper, told that it is on CUDA."""
+    """Its own loop in a simulated step, told that it is on CUDA."""
     module = pytest.importorskip("torch.nn.modules.linear_cross_entropy")
     name = "_linear_cross_entropy_batch_chunked_accumulator"
     if not hasattr(module, name):
@@ -109,7 +109,7 @@ def test_memory_is_torchs(dtype, trained, monkeypatch):
     context = types.SimpleNamespace(needs_input_grad=(True, trained, False))
 
     def peak(function):
-        mode = PaperMode(device_is_cpu=False)
+        mode = SimulationMode(device_is_cpu=False)
         hidden, weight = (mode.like(torch.empty(n, WIDTH, dtype=dtype, device="meta")) for n in (TOKENS, WORDS))
         with mode, torch.no_grad():
             function(hidden, weight, torch.zeros(TOKENS, dtype=torch.long))
@@ -137,9 +137,9 @@ def test_memory_of_ligers_is_arithmetic():
     def ours(hidden, weight, labels):
         return libraries._LigerFunction.apply(hidden, weight, None, labels)
 
-    assert peak_on_paper(ours, torch.bfloat16, False, False) == pytest.approx(logits + gradients, rel=0.01)
+    assert simulated_peak(ours, torch.bfloat16, False, False) == pytest.approx(logits + gradients, rel=0.01)
     whole = logits + gradients + 2 * WORDS * WIDTH
-    assert peak_on_paper(ours, torch.bfloat16, True, False) == pytest.approx(whole, rel=0.01)
+    assert simulated_peak(ours, torch.bfloat16, True, False) == pytest.approx(whole, rel=0.01)
 
 
 def test_one_dtype_for_torchs():

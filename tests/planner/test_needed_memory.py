@@ -1,4 +1,4 @@
-"""What a step needs of a device: its allocations on paper, in the model of torch's allocator."""
+"""What a step needs of a device: its simulated allocations, in the model of torch's allocator."""
 
 import functools
 import json

@@ -26,9 +26,9 @@ def test_a_write_after_the_operator_does_not_reach_what_is_kept(name):
     wrong = []
     for layout in sweep.LAYOUTS:
         want = sweep.gradients(call, sweep.PLAIN, None, leaves, layout)[0]
-        for policy, door in itertools.product(sweep.POLICIES, sweep.DOORS):
-            found = sweep.check(call, leaves, layout, policy, door, want=want)
-            wrong += [(layout, policy, door, found)] if found else []
+        for policy, entry_point in itertools.product(sweep.POLICIES, sweep.ENTRY_POINTS):
+            found = sweep.check(call, leaves, layout, policy, entry_point, want=want)
+            wrong += [(layout, policy, entry_point, found)] if found else []
     assert wrong == []
 
 
@@ -115,7 +115,7 @@ def test_a_recompute_may_write_into_what_it_was_handed():
         return gradckpt.policies.name((t @ w).relu_(), "h").sin()
 
     policy = gradckpt.policies.save_named("h")
-    y = sweep.DOORS["reusable"](policy, function, x).sum()
+    y = sweep.ENTRY_POINTS["reusable"](policy, function, x).sum()
     (want,) = torch.autograd.grad(function(x).sum(), x)
     for _ in range(3):
         assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], want)

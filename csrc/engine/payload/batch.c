@@ -3,7 +3,7 @@
 
 #include "torch/error.h"
 #include "torch/objects.h"
-#include "torch/paper.h"
+#include "torch/simulated.h"
 #include "torch/stream.h"
 #include "torch/tensor.h"
 

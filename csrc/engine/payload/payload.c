@@ -2,7 +2,7 @@
 #include "engine/payload/payload.h"
 
 #include "torch/calls.h"
-#include "torch/paper.h"
+#include "torch/simulated.h"
 #include "torch/stream.h"
 #include "torch/tensor.h"
 #include "engine/payload/payload_decode.h"
@@ -85,7 +85,7 @@ static int make_bytes(gck_payload *self, int use, PyObject *place)
     gck_py *py = &self->state->py;
     const int ours = !self->codec->may_overflow && (use == GCK_FOR_REGION || use == GCK_FOR_USER);
     int made = place == NULL || use != GCK_FOR_REGION ? 0
-             : !self->has_values ? gck_placed_take_on_paper(place, self->nbytes, &self->placed)
+             : !self->has_values ? gck_placed_take_simulated(place, self->nbytes, &self->placed)
              : gck_placed_take(self->state, place, self->nbytes, self->device, self->stream, &self->placed);
 
     if (made == 0 && place != NULL && use == GCK_FOR_REGION && keeps_as_it_is(self->codec)) {
@@ -149,7 +149,7 @@ static gck_payload *accept(gck_payload *self, gck_payload *first)
         s->bytes_in += self->bytes_in;
         s->bytes_out += self->nbytes;
         if (gck_is_placed(&self->placed) && !self->has_values) {
-            gck_paper_placed(self->nbytes);
+            gck_count_simulated_placed(self->nbytes);
         }
     }
     count_use(self);

@@ -40,7 +40,7 @@ typedef struct gck_payload {
     int              requires_grad, leaf;
     int              stochastic;   /* rounded stochastically, with the noise of this key: */
     gck_dither       dither;
-    int              has_values;   /* 0 on paper: the bytes were not written             */
+    int              has_values;   /* 0 in a simulated step: the bytes were not written  */
     int              counted;      /* counted in stats()                                 */
     int              live;         /* counted in live_bytes: outer hooks have not taken the bytes */
     int              ndim;

@@ -3,7 +3,7 @@
 
 #include "gradckpt.h"
 #include "torch/input.h"
-#include "torch/paper.h"
+#include "torch/simulated.h"
 #include "torch/tensor.h"
 #include "engine/payload/payload_room.h"
 
@@ -11,7 +11,7 @@
 
 enum {
     MOST_OPEN = 2,                 /* originals of a device that may be held until their results come ... */
-    SMALL = 16 << 20,              /* ... and any number whose bytes together are fewer, not on paper */
+    SMALL = 16 << 20,              /* ... and any number whose bytes together are fewer, in a real step */
     MOST_TWINS = 1,                /* the same of payloads that may turn out to be another's     */
     /* Seconds.  A region may take ten; a device that stands still may wait for what this thread has yet to queue. */
     PATIENCE = 60,
@@ -66,10 +66,10 @@ void gck_payload_overflow_encoded(gck_payload *p, PyObject *x, int status)
     wait_for(p);
 }
 
-/* A step on paper gives each answer when it is waited for, so as many originals are held as ever may be. */
-static void answer_on_paper(gck_payload *p)
+/* A simulated step gives each answer when it is waited for, so as many originals are held as ever may be. */
+static void answer_simulated(gck_payload *p)
 {
-    if (p->overflow != NULL && gck_on_paper()) {
+    if (p->overflow != NULL && gck_is_simulated()) {
         write_flag(p, p->late);
     }
 }
@@ -166,7 +166,7 @@ int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
     const gck_device_kind *kind = self->device >= 0 ? gck_device_kind_at(gck_device_kind_of(self->device)) : NULL;
     gck_arrays arrays = {.codes = NULL};
 
-    /* On paper, where small tensors have values and are the host's, one tensor of one version is the same. */
+    /* In a simulated step one tensor of one version is the same, also where it is small and has values. */
     if (!self->has_values || kind == NULL) {
         if ((self->overflow = gck_overflow_take(-1)) != NULL) {
             self->late = GCK_OVERFLOW_NONE;
@@ -259,7 +259,7 @@ static int await(gck_payload *p, int seconds)
     struct timespec pause = {0, 10000};
     int64_t patience = p->state->late_overflow ? p->state->late_overflow : seconds * SECOND;
 
-    answer_on_paper(p);
+    answer_simulated(p);
     while (p->overflow != NULL && *word == GCK_OVERFLOW_PENDING) {         /* another thread may have settled p */
         if (patience < 0 || gck_overflow_is_captured(p->overflow)) {
             return 0;
@@ -291,7 +291,8 @@ static gck_payload *oldest_of_too_many(const gck_payload *newest)
             bytes += p->twin != NULL ? p->nbytes : p->bytes_in;
         }
     }
-    return open > (newest->twin != NULL ? MOST_TWINS : MOST_OPEN) && (bytes > SMALL || gck_on_paper()) ? oldest : NULL;
+    return open > (newest->twin != NULL ? MOST_TWINS : MOST_OPEN) && (bytes > SMALL || gck_is_simulated())
+         ? oldest : NULL;
 }
 
 int gck_payload_overflow_bound(gck_payload *newest)
@@ -316,7 +317,7 @@ int gck_payload_overflow_original(gck_payload *p, PyObject **original)
     int64_t now = -1;
     int came = 1;
 
-    answer_on_paper(p);
+    answer_simulated(p);
     for (*original = NULL; came > 0; Py_DECREF(kept)) {
         gck_payload_overflow_poll(p->state);
         if ((kept = Py_XNewRef(p->kept)) == NULL) {      /* owned: a question runs Python, which may settle p */

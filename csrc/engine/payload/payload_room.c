@@ -1,7 +1,7 @@
 /* payload_room.c: counted on the CPU, learned from a device. */
 #include "engine/payload/payload_room.h"
 
-#include "torch/paper.h"
+#include "torch/simulated.h"
 #include "torch/tensor.h"
 
 #include <string.h>

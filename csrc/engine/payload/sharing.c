@@ -1,7 +1,7 @@
 /* sharing.c: finds the payload that another use of the same tensor may share. */
 #include "engine/payload/sharing.h"
 
-#include "torch/paper.h"
+#include "torch/simulated.h"
 #include "torch/stream.h"
 #include "torch/tensor.h"
 #include "engine/payload/layout.h"
@@ -85,7 +85,7 @@ int gck_sharing_proof(gck_payload *a, gck_payload *b)
     same = same > 0 ? gck_payload_read(b, NULL, &y) : same;
     if (same > 0 && gck_payload_view(a, x, &left) == 0 && gck_payload_view(b, y, &right) == 0) {
         Py_BEGIN_ALLOW_THREADS
-        /* on paper, one tensor of one version has the same values */
+        /* simulated, one tensor of one version has the same values */
         same = !a->has_values || same_bytes(left, right, a->lengths);
         Py_END_ALLOW_THREADS
     }
@@ -112,6 +112,6 @@ int gck_sharing_holds(gck_payload *first, gck_input *in)
         return -1;
     }
     status = first->has_values ? gck_run_encode(&first->state->py, first->codec, &view, &piece, &how, 1) : 0;
-    /* on paper, one tensor of one version has the same values */
+    /* simulated, one tensor of one version has the same values */
     return status < 0 ? -1 : status == 0 && (!first->has_values || same_bytes(bytes, piece, first->lengths));
 }

@@ -3,7 +3,7 @@
 
 #include "torch/calls.h"
 #include "torch/error.h"
-#include "torch/paper.h"
+#include "torch/simulated.h"
 #include "torch/tensor.h"
 #include "engine/selective/op_hiding.h"
 
@@ -98,7 +98,7 @@ PyObject *gck_judge_anew(PyObject *module, PyObject *on)
 
 int gck_samples_begin(gck_samples *s, PyObject *function, const gck_codec *codec, int of_policy)
 {
-    gck_kind *row = gck_on_paper() ? NULL : row_of(s->state, function, codec);    /* there are no values on paper */
+    gck_kind *row = gck_is_simulated() ? NULL : row_of(s->state, function, codec);    /* it has no values */
 
     if (row == NULL || row->looks < 0 || row->looks >= MOST_LOOKS || row->open) {
         return PyErr_Occurred() ? -1 : 0;

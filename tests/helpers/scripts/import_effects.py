@@ -17,7 +17,7 @@ import warnings
 import weakref
 
 #: Whose attributes are compared, with what is in their containers.
-ROOMS = ("accelerate", "copyreg", "multiprocessing", "numpy", "threading", "torch", "transformers")
+LIBRARIES = ("accelerate", "copyreg", "multiprocessing", "numpy", "threading", "torch", "transformers")
 
 MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType)
 MAPPINGS = (*MAPPINGS, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
@@ -62,10 +62,10 @@ def snapshot():
     for name, value in interpreter():
         flatten((name,), value, found, 1 if name == "meta_path" else 3)
         del found[(name,)]  # made for this
-    for room, module in list(sys.modules.items()):
-        if room.split(".")[0] in ROOMS and isinstance(module, types.ModuleType):
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] in LIBRARIES and isinstance(module, types.ModuleType):
             for name, value in list(vars(module).items()):
-                flatten((room, name), value, found, 2)
+                flatten((module_name, name), value, found, 2)
     return found
 
 

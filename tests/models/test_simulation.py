@@ -1,4 +1,4 @@
-"""gradckpt._planning.paper: operators without values."""
+"""gradckpt._planning.simulation: operators without values."""
 
 import gc
 import itertools
@@ -17,9 +17,9 @@ from plan_shapes import SHAPE_8B
 from torch.nn import functional as F
 
 import gradckpt
-from gradckpt._planning import paper_tensors
-from gradckpt._planning.paper import PaperMode
-from gradckpt._planning.paper_tensors import NotOnPaper
+from gradckpt._planning import simulated_tensors
+from gradckpt._planning.simulated_tensors import NotSimulated
+from gradckpt._planning.simulation import SimulationMode
 from gradckpt._planning.step_trace import trace_step
 
 # ---- no memory is touched
@@ -30,15 +30,15 @@ UNTOUCHABLE = """
 import sys
 import torch
 from torch.nn import functional as F
-from gradckpt._planning import paper, paper_tensors
+from gradckpt._planning import simulated_tensors, simulation
 
 def refuse(*_):
     raise OSError
 
-paper_tensors._Mapped = refuse
+simulated_tensors._Mapped = refuse
 
 if "touch" in sys.argv:
-    paper.PaperMode().empty((4,), (1,), torch.float32).tolist()
+    simulation.SimulationMode().empty((4,), (1,), torch.float32).tolist()
 
 import model_families
 from model_families import FAMILIES
@@ -87,10 +87,10 @@ def test_no_memory_is_touched(monkeypatch, pytestconfig):
 
 @pytest.fixture
 def mode():
-    return PaperMode()
+    return SimulationMode()
 
 
-def on_paper(mode, *shape, dtype=torch.float32):
+def simulated(mode, *shape, dtype=torch.float32):
     return mode.like(torch.empty(shape, dtype=dtype, device="meta"))
 
 
@@ -128,7 +128,7 @@ def test_small_tensors_of_the_step_keep_their_values(mode):
     ids=["item", "tolist", "numpy", "asarray", "bool", "float", "repr", "nonzero", "mask", "unique"],
 )
 def test_what_has_no_values_is_asked_in_vain(ask):
-    with pytest.raises(NotOnPaper):
+    with pytest.raises(NotSimulated):
         trace_step(torch.nn.Identity(), lambda x: ask(2 * x), torch.ones(2))
 
 
@@ -141,18 +141,18 @@ def test_methods_that_read_are_torchs_again(mode):
 
 def test_values_are_lost_to_what_has_none(mode):
     """A tensor with values that is written with one without has none, either."""
-    x = on_paper(mode, 3)
+    x = simulated(mode, 3)
     with mode:
         y = torch.ones(3)
         assert mode.has_values(y)
         y += x
         assert not mode.has_values(y)
-        with pytest.raises(NotOnPaper):
+        with pytest.raises(NotSimulated):
             y.sum().item()
 
 
 def test_parameters_in_place_and_views(mode):
-    x = on_paper(mode, 4, 6)
+    x = simulated(mode, 4, 6)
     address = x.data_ptr()
     with mode:
         before = len(mode.events)
@@ -170,7 +170,7 @@ def test_parameters_in_place_and_views(mode):
 
 
 def test_shapes_are_those_of_real_operators(mode):
-    real, planned = torch.randn(3, 4, 5), on_paper(mode, 3, 4, 5)
+    real, planned = torch.randn(3, 4, 5), simulated(mode, 3, 4, 5)
     runs = (
         lambda x: x.transpose(0, 2) + 1,
         lambda x: x.sum((0, 2), keepdim=True),
@@ -227,7 +227,7 @@ def test_convolutions_allocate_what_the_profiler_reports(form, channels, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_attention_allocates_what_the_profiler_reports(is_view, tokens, threads, dtype):
     if dtype is torch.float64 and torch.__version__ < "2.13":
-        pytest.skip("on paper this torch's log-sum-exp of float64 is float32")
+        pytest.skip("simulated, this torch's log-sum-exp of float64 is float32")
     linear = torch.nn.Linear(64, 64, dtype=dtype)
     x = torch.randn(2, tokens, 64, requires_grad=True, dtype=dtype)
 
@@ -276,7 +276,7 @@ def test_releases_balance_allocations(mode):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
     for p in model.parameters():
         p.data = mode.like(p.data)
-    x = on_paper(mode, 5, 8)
+    x = simulated(mode, 5, 8)
     with mode:
         model(x).sum().backward()
     assert sorted(live(mode).values()) == sorted(p.nbytes for p in model.parameters())
@@ -301,7 +301,7 @@ def test_gradients_of_several_uses_are_summed_in_place(mode):
     totals = [0, *(point.total for point in memory.timeline)]
     expected = [b - a for a, b in itertools.pairwise(totals) if b - a >= 4000]
     with mode:
-        run = backward(on_paper(mode, 1000).requires_grad_())
+        run = backward(simulated(mode, 1000).requires_grad_())
         before = len(mode.events)
         run()
     assert [event.size for event in mode.events[before:] if event.size >= 4000] == expected
@@ -321,18 +321,18 @@ def test_a_sum_of_a_function_is_not_in_place(mode):
 
     seen = []
     with mode:
-        x = on_paper(mode, 8).requires_grad_()
+        x = simulated(mode, 8).requires_grad_()
         Plus.apply(x * 2).sin().sum().backward()
     assert seen == [False]
 
 
 def test_nothing_is_left_when_the_mode_is_gone():
     def run():
-        mode = PaperMode()
+        mode = SimulationMode()
         model = torch.nn.Linear(8, 8)
         trace_step(model, lambda x: model(x).sum().backward(), torch.ones(2, 8))
         with mode:
-            kept = on_paper(mode, 4).requires_grad_() * 2
+            kept = simulated(mode, 4).requires_grad_() * 2
         return kept
 
     run()
@@ -343,20 +343,20 @@ def test_nothing_is_left_when_the_mode_is_gone():
         del kept
     gc.collect()
     assert len(gc.get_objects()) - before < 50
-    assert not [x for x in gc.get_objects() if type(x) is PaperMode]
+    assert not [x for x in gc.get_objects() if type(x) is SimulationMode]
 
 
 def test_addresses_are_free_again():
     """Each mode maps them anew; none is left mapped."""
     for _ in range(40):  # of 2**44 bytes, of which a process has 2**47
-        PaperMode()
+        SimulationMode()
 
 
 def test_addresses_begin_again(monkeypatch):
-    monkeypatch.setattr(paper_tensors, "_ADDRESSES", 2**20)
-    mode = PaperMode()
+    monkeypatch.setattr(simulated_tensors, "_ADDRESSES", 2**20)
+    mode = SimulationMode()
     for _ in range(5):
-        assert on_paper(mode, 100_000).numel() == 100_000
+        assert simulated(mode, 100_000).numel() == 100_000
 
 
 #: A process that may have 8 GiB of addresses more than torch takes.
@@ -381,7 +381,7 @@ assert sys_exit in (0, 1), sys_exit
 
 
 def test_a_process_with_few_addresses(tmp_path):
-    """As under ``ulimit -v``: a step on paper maps nothing that is larger."""
+    """As under ``ulimit -v``: a simulated step maps nothing that is larger."""
     shape = {**SHAPE_8B, "num_hidden_layers": 2, "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps({**shape, "architectures": ["LlamaForCausalLM"]}))
     code = LIMITED.replace("CONFIG", repr(str(tmp_path)))
@@ -411,7 +411,7 @@ def test_a_mask_with_values_that_is_saved_again():
 
 
 def test_other_threads_compute():
-    """Compression in another thread writes real payloads while a step is on paper."""
+    """Compression in another thread writes real payloads while a step is simulated."""
     inside, done = threading.Event(), threading.Event()
     found = {}
 

@@ -1,9 +1,10 @@
-"""Run a training step on paper: every operator, no values.
+"""Simulate a training step: every operator, no values.
 
-A tensor on paper is a plain CPU tensor whose storage has an address and a size, and no memory. To
+A simulated tensor is a plain CPU tensor whose storage has an address and a size, and no memory. To
 autograd, to models and to gradckpt's engine it is an ordinary tensor, so what they save, share and
-accumulate in place is what they save in a real step. :class:`PaperMode` gives each operator outputs
-of the shapes that its meta kernel returns, and records when each storage is allocated and freed.
+accumulate in place is what they save in a real step. :class:`SimulationMode` gives each operator
+outputs of the shapes that its meta kernel returns, and records when each storage is allocated and
+freed.
 
 Small tensors whose operands all have values (token ids, masks, positions) are computed, so that a
 model may ask them questions.
@@ -25,9 +26,9 @@ from gradckpt import _C
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.region_callbacks import tracing_mode_active
 from gradckpt._planning.kernels import cuda_scratch_of, gloo_bytes, scratch_of
-from gradckpt._planning.paper_tensors import (
+from gradckpt._planning.simulated_tensors import (
     Again,
-    NotOnPaper,
+    NotSimulated,
     accumulates_in_place,
     bounds,
     composite_key,
@@ -41,7 +42,7 @@ from gradckpt._planning.paper_tensors import (
     uses_of_one,
 )
 
-__all__ = ["KEEP_FACTORS", "WRAP", "Event", "PaperMode", "in_exact_region", "wrapped_numbers"]
+__all__ = ["KEEP_FACTORS", "WRAP", "Event", "SimulationMode", "in_exact_region", "wrapped_numbers"]
 aten = torch.ops.aten
 _Storage: Any = torch.UntypedStorage
 
@@ -74,7 +75,7 @@ class Work:
     bytes: int
 
 
-class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
+class SimulationMode(private.TorchDispatchMode):  # type: ignore[misc]
     """A dispatch mode under which nothing is computed.
 
     ``events``: allocations and releases since the mode was made. ``work``: the operators, each with
@@ -97,7 +98,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         self.data_dependent = False
         self.rest = 0.0
         self._space = shared_space()
-        self._paper: set[int] = set()  # storages without values, by their addresses in C++
+        self._without_values: set[int] = set()  # storages without values, by their addresses in C++
         self._live: dict[int, tuple[int, Any]] = {}  # number and weak reference of every recorded storage
         self._emptied: set[int] = set()  # storages that were resized to nothing
         self._count = 0
@@ -111,18 +112,18 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
     # ---- storages ----
 
     def empty(self, size: Any, stride: Any, dtype: torch.dtype, *, record: bool = True) -> torch.Tensor:
-        """Return a tensor on paper; ``record=False``: it was there before the step."""
+        """Return a simulated tensor; ``record=False``: it was there before the step."""
         numel = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty_strided(size, stride, dtype=dtype)
         storage = take(self._space, nbytes)
-        self._paper.add(storage._cdata)
+        self._without_values.add(storage._cdata)
         self._follow(storage, record=record)
         return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
 
     def like(self, x: torch.Tensor, *, record: bool = False) -> torch.Tensor:
-        """Return a tensor on paper of the shape, strides and dtype of ``x``."""
+        """Return a simulated tensor of the shape, strides and dtype of ``x``."""
         return self.empty(x.size(), x.stride(), x.dtype, record=record)
 
     def emptied(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +141,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
         def freed(_: Any) -> None:
             if (self := mode()) is not None and self._live.pop(key, None) is not None:
-                self._paper.discard(key)
+                self._without_values.discard(key)
                 if key in self._emptied:
                     self._emptied.discard(key)
                 else:
@@ -152,7 +153,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def __enter__(self) -> Any:
         uses_of_one()  # while no backward runs
-        _C.set_on_paper(*bounds(self._space), not self.device_is_cpu)
+        _C.set_simulated(*bounds(self._space), not self.device_is_cpu)
         self._get_rng_state = torch.get_rng_state
         torch.get_rng_state = lambda: self._get_rng_state().clone()  # which this mode sees
         _Storage.resize_ = lambda storage, size: self._resize(storage, size)
@@ -163,7 +164,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         super().__exit__(*error)
         torch.get_rng_state = self._get_rng_state
         del _Storage.resize_, _Storage.nbytes  # those of its base are back
-        _C.set_on_paper(0, 0, False)
+        _C.set_simulated(0, 0, False)
 
     def _nbytes(self, storage: Any) -> int:
         return 0 if storage._cdata in self._emptied else int(private.StorageBase.nbytes(storage))
@@ -175,7 +176,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         if key not in self._live:
             return private.StorageBase.resize_(storage, size)
         if size not in (0, whole):
-            raise NotOnPaper("a storage gets another size")
+            raise NotSimulated("a storage gets another size")
         if (key in self._emptied) != (size == 0):
             self.events.append(Event(size or -whole, self._live[key][0]))
             (self._emptied.discard if size else self._emptied.add)(key)
@@ -187,7 +188,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         return found[0] if found is not None else None
 
     def has_values(self, x: torch.Tensor) -> bool:
-        return x.untyped_storage()._cdata not in self._paper
+        return x.untyped_storage()._cdata not in self._without_values
 
     # ---- operators ----
 
@@ -256,7 +257,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             try:
                 with Again(self):
                     return func._op_dk(key, *args, **kwargs)
-            except NotOnPaper:  # its parts need values, its shape does not
+            except NotSimulated:  # its parts need values, its shape does not
                 self.operator = func.name()
         elif func.is_view or func in _ALIASING:
             return func(*args, **kwargs)
@@ -267,11 +268,11 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
             return self._followed(func(*args, **kwargs))
         filled = self._zeros is not None and fills_in_place(func) and self.number_of(args[0]) == self._zeros
         if not known and (filled or accumulates_in_place(func, args)):
-            self._paper.add(args[0].untyped_storage()._cdata)
+            self._without_values.add(args[0].untyped_storage()._cdata)
             self._count_work(func, args, kwargs, args[0])
             return args[0]
         if func is aten.mkldnn_rnn_layer.default and self.device_is_cpu:
-            raise NotOnPaper(f"{func.name()}: the size of what it keeps is unknown")
+            raise NotSimulated(f"{func.name()}: the size of what it keeps is unknown")
         kwargs = _on_cpu(kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _given(func, args, kwargs, "dropout_p") != 0:
             torch.rand(())  # so that each region has a state of its own to keep
@@ -286,7 +287,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def _communicated(self, func: Any, args: Any) -> Any:
         """Answer a collective, which moves nothing: its tensors have no values afterwards."""
-        self._paper.update(x.untyped_storage()._cdata for x in tensors_in(args))
+        self._without_values.update(x.untyped_storage()._cdata for x in tensors_in(args))
         if self.device_is_cpu and (size := gloo_bytes(func, args)):
             self.events += [Event(size, -1), Event(-size, -1)]
         work = private.boxed_work(private.FakeWork())
@@ -324,7 +325,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         written = _written(func, args, kwargs)
         for x in written:  # a tensor of the step, written with what has no values
             if x.untyped_storage()._cdata in self._live:
-                self._paper.add(x.untyped_storage()._cdata)
+                self._without_values.add(x.untyped_storage()._cdata)
             else:
                 self.wrote.add(x.untyped_storage()._cdata)
         if func._schema.is_mutable and not isinstance(outputs, (tuple, list)):
@@ -384,7 +385,7 @@ class PaperMode(private.TorchDispatchMode):  # type: ignore[misc]
         reason = "its result depends on values"
         if not isinstance(error, NotImplementedError):
             reason = str(error).partition("\n")[0] or type(error).__name__
-        raise NotOnPaper(f"{func.name()}: {reason}") from error
+        raise NotSimulated(f"{func.name()}: {reason}") from error
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         formula = _formula(func)
@@ -442,7 +443,7 @@ def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offs: Any = None, *_: Any, 
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Everything is on the CPU on paper, whatever device the model names."""
+    """Everything simulated is on the CPU, whatever device the model names."""
     return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
 
 

@@ -1,4 +1,4 @@
-"""Tensors without values, and what a step on paper has to know of operators on them.
+"""Tensors without values, and what a simulated step has to know of operators on them.
 
 Their addresses are of memory that is never touched (:func:`shared_space`). All modes share them and
 take them in turn: there is room for few such spaces, and what a step keeps must not lie where a
@@ -31,7 +31,7 @@ from gradckpt._engine import torch_private as private
 
 __all__ = [
     "Again",
-    "NotOnPaper",
+    "NotSimulated",
     "accumulates_in_place",
     "bounds",
     "composite_key",
@@ -43,14 +43,14 @@ __all__ = [
     "shared_space",
     "take",
     "tensors_in",
-    "tensors_on_paper",
+    "tensors_without_values",
     "uses_of_one",
 ]
 aten = torch.ops.aten
 
 
 @shown_as_base
-class NotOnPaper(RuntimeError):
+class NotSimulated(RuntimeError):
     """An operator needs the values of a tensor that has none, or cannot be run without values."""
 
 
@@ -83,7 +83,7 @@ def _unused(size: int) -> int:
     gaps = [(start - end, end) for end, (start, _) in zip([2**32, *ends], bounds, strict=False) if start < 2**47]
     length, first = max(gaps)
     if length < 2 * size:
-        raise OSError("gradckpt: this process has no addresses for a step on paper; plan in another one")
+        raise OSError("gradckpt: this process has no addresses for a simulated step; plan in another one")
     return first + (length - size) // 2 // mmap.PAGESIZE * mmap.PAGESIZE
 
 
@@ -91,7 +91,7 @@ _spaces: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def shared_space() -> Any:
-    """Return the addresses that all tensors on paper take in turn."""
+    """Return the addresses that all simulated tensors take in turn."""
     space: Any = _spaces.get("")
     if space is None:
         try:
@@ -117,7 +117,7 @@ def bounds(space: Any) -> tuple[int, int]:
     return space.first, space.first + _ADDRESSES
 
 
-def tensors_on_paper() -> list[torch.Tensor]:
+def tensors_without_values() -> list[torch.Tensor]:
     """Return the tensors that Python knows and that have no values."""
     if (space := _spaces.get("")) is None:
         return []
@@ -138,7 +138,7 @@ _READING = ("numpy", "tolist", "__dlpack__")  # numpy.asarray(x) calls the first
 
 @contextlib.contextmanager
 def refuse_reads(has_values: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Raise :class:`NotOnPaper` where a method that reads memory meets a tensor without values."""
+    """Raise :class:`NotSimulated` where a method that reads memory meets a simulated tensor."""
     own = {name: vars(torch.Tensor)[name] for name in _READING if name in vars(torch.Tensor)}
     for name in _READING:
         setattr(torch.Tensor, name, _refusing(has_values, name))
@@ -159,7 +159,7 @@ def _refusing(has_values: Callable[[torch.Tensor], bool], name: str) -> Callable
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.layout is torch.strided and self.device.type == "cpu" and not has_values(self):
             reason = f"Tensor.{name}() reads values"
-            raise NotOnPaper(reason)
+            raise NotSimulated(reason)
         return method(self, *args, **kwargs)
 
     return read
@@ -280,7 +280,7 @@ def composite_key(func: Any) -> Any:
 
 
 #: Files of a mode's handler, and of torch that keep Dynamo away from it.
-_WRAPS_HANDLERS = re.compile(r"(torch.(_compile\.py|_dynamo.eval_frame\.py)|_planning.paper\.py)$")
+_WRAPS_HANDLERS = re.compile(r"(torch.(_compile\.py|_dynamo.eval_frame\.py)|_planning.simulation\.py)$")
 
 
 def accumulates_in_place(func: Any, args: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A step on paper and a trial step change nothing that a later step can see: after each, models
+"""A simulated step and a trial step change nothing that a later step can see: after each, models
 that keep something give the losses and gradients of a model that was never planned."""
 
 import gc
@@ -13,7 +13,7 @@ from planned_nets import measured_briefly
 
 import gradckpt
 from gradckpt import _apart, _settings
-from gradckpt._planning import comparison, paper, profile
+from gradckpt._planning import comparison, profile, simulation
 
 X = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(5))
 
@@ -32,7 +32,7 @@ REFUSED = {"Generator": "numbers"}
 @pytest.fixture(autouse=True)
 def _briefly(monkeypatch):
     measured_briefly(monkeypatch)
-    monkeypatch.setitem(paper._SMALL, True, 32)  # tables have no values on paper, as large ones
+    monkeypatch.setitem(simulation._SMALL, True, 32)  # simulated tables have no values, as large ones
     monkeypatch.setattr(profile, "_MOST", 2)
     monkeypatch.setattr(comparison, "READY", _settings.READY[:3:2])
     yield
