@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
-from gradckpt._host_random import host_random
+from gradckpt._training_state import host_random
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)

@@ -1,7 +1,8 @@
-"""Where payloads live while the backward does not need them: :class:`Offload`."""
+"""Where payloads live while the backward does not need them: :class:`Offload`; sizes of memory."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -9,8 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from gradckpt._config import advise, explains_keywords, written
-from gradckpt._host_memory import free_host_memory
-from gradckpt._sizes import parse_bytes
 
 #: The file's directory: kept across reboots, so hardly ever in memory.
 _DIRECTORY = "/var/tmp"
@@ -162,3 +161,77 @@ def parse_offload(offload: Any) -> Offload | None:
         given = written(offload)
         raise TypeError(f"gradckpt: offload is True, False, 'cpu', 'disk' or a gradckpt.Offload, not {given}")
     return offload
+
+
+# ---- sizes as people write them ----
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?:(?P<prefix>[KMGTP])(?P<binary>I?))?B?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+
+
+def parse_bytes(size: Any, given: str | None = None, forms: str = "24GiB, 24GB or a number of bytes") -> int:
+    """Return the bytes of ``"24GiB"`` (binary units), ``"24GB"`` (decimal), or a number of bytes.
+
+    Case and spaces have no meaning; ``"24G"`` is decimal, too. ``given``: what messages call the
+    size, if not by its value; ``forms``: what they list as possible.
+
+    Raises:
+        ValueError: It is not a size, or less than one byte, or a unit was forgotten.
+    """
+    given = repr(size) if given is None else given
+    bare = isinstance(size, int) and not isinstance(size, bool)
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match is not None:
+        whole, _, decimals = match["number"].partition(".")
+        unit: int = (1024 if match["binary"] else 1000) ** _POWERS[(match["prefix"] or "").lower()]
+        parsed: int = int(whole + decimals) * unit // 10 ** len(decimals)  # exact, unlike a float
+        bare = size.strip()[-1] in "0123456789."
+    elif bare:
+        parsed = size
+    else:
+        raise ValueError(f"gradckpt: {given} is not a size; write it as {forms}")
+    if parsed < 1:
+        raise ValueError(f"gradckpt: {given} is less than one byte; write it as {forms}")
+    if bare and parsed < 1024:
+        raise ValueError(f"gradckpt: {given} is {parsed} bytes; give a unit, as in 24GiB")
+    return parsed
+
+
+# ---- the memory of this machine, or of the control group that the process is in ----
+
+#: What a control group may use, and what it uses; version 2, then 1.
+_CGROUP = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def free_host_memory() -> int:
+    """Return the bytes that new tensors can have now."""
+    left = [_meminfo("MemAvailable")]
+    for limit, used in _CGROUP:
+        with contextlib.suppress(OSError, ValueError):  # "max", or no such file
+            left.append(_number_in(limit) - _number_in(used))
+    return max(min(left), 0)
+
+
+def total_host_memory() -> int:
+    """Return the bytes of all memory."""
+    totals = [_meminfo("MemTotal")]
+    for limit, _ in _CGROUP:
+        with contextlib.suppress(OSError, ValueError):
+            totals.append(_number_in(limit))
+    return min(totals)
+
+
+def _number_in(path: str) -> int:
+    with open(path) as file:
+        return int(file.read())
+
+
+def _meminfo(name: str) -> int:
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    raise ValueError(f"gradckpt: /proc/meminfo has no {name}; pass a size in bytes")

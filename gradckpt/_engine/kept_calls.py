@@ -22,8 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
 from gradckpt._config import warn_inactive
-from gradckpt._engine import random_state
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.side_effects import generator_states, restore_generators
 from gradckpt._engine.torch_objects import raise_modified
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -185,7 +185,7 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
     around = _C.hooks_around_region()
     leaves = private.tree_leaves((args, kwargs))
     inputs = _Inputs(name, leaves, region)
-    random = random_state.snapshot() if region.preserve_rng_state else None
+    random = generator_states() if region.preserve_rng_state else None
     region.calls[_NOW] = name
     pack = _Packer(region, kept, inputs, around)
     region.calls[name] = kept
@@ -201,7 +201,7 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
         pack.now = None
     inputs.check()
     if random is not None:
-        after = random_state.snapshot()
+        after = generator_states()
         kept.random = after if after[1] or after[0] is not random[0] else None
     kept.saved = _Region(*(_C.running_region() or region)).saved
     kept.returned = True
@@ -259,7 +259,7 @@ def _skip_hidden(region: _Region, name: str, kept: _Kept, leaves: list[Any]) -> 
     if not kept.returned:  # a backward inside the call needs no more than what was saved before it
         raise private.StopRecomputation
     if kept.random is not None:
-        random_state.restore(kept.random)
+        restore_generators(kept.random)
     return private.tree_unflatten([_output(name, out, leaves) for out in kept.outputs], kept.spec)
 
 

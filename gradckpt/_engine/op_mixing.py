@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from gradckpt import _C
 from gradckpt._config import warn_inactive
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.op_effects import has_effect
 
 #: csrc/engine/selective/op_policy.h says what each means.
 PRODUCT: int = _C.OP_PRODUCT
@@ -99,3 +100,43 @@ def raise_mixing(op: Any) -> None:
         f"gradckpt: {op} saves its result beside its arguments, so a codec may round neither; keep it with "
         "compress=None, or leave it out of the policy"
     )
+
+
+# ---- operators with an ordered effect (a print, a counter, a callback) ----
+
+# Torch's selective checkpoints keep what they return, unless a policy says MUST_RECOMPUTE, so that
+# no effect comes twice (2.15).
+
+#: All effects and the operators that have one, as torch was last read.
+_effects: tuple[list[Any], frozenset[Any]] = ([], frozenset())
+
+
+def with_effect() -> frozenset[Any]:
+    """Return the operators of which :func:`has_effect` says yes.
+
+    It is read again when torch knows others: an effect may be registered at any time.
+    """
+    global _effects
+    effects = private.operator_effects()
+    if effects != _effects[0]:
+        known = map(_overload, private.names_with_effect())
+        _effects = effects, frozenset(op for op in known if op is not None and has_effect(op))
+    return _effects[1]
+
+
+def has_effect(op: Any) -> bool:
+    """Return whether a selective region keeps the operator's outputs without being asked.
+
+    Raw collectives of c10d, which return a handle, are not among them, as in torch.
+    """
+    if not private.has_effect(getattr(op, "_name", "")) or op.namespace == "c10d":
+        return False
+    return not any(arg.alias_info is not None for arg in op._schema.arguments)
+
+
+def _overload(name: str) -> Any:
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    if namespace == "higher_order":
+        return None
+    return getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)

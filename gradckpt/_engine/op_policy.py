@@ -15,8 +15,7 @@ from gradckpt._engine import torch_errors
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import is_catchable
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS
-from gradckpt._engine.op_effects import with_effect
-from gradckpt._engine.op_mixing import JOINT, PRODUCT, SEPARATE, UNKNOWN, mixing_of
+from gradckpt._engine.op_mixing import JOINT, PRODUCT, SEPARATE, UNKNOWN, mixing_of, with_effect
 from gradckpt._engine.places import place_of
 from gradckpt._offload import Offload, OffloadLike, parse_offload
 

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from gradckpt._config import check_no_operators, parse_compress, warn_user
 from gradckpt._engine import torch_errors
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.argument_changes import Watch
+from gradckpt._engine.argument_state import Watch
 from gradckpt._engine.arguments import module_behind, name_of
 from gradckpt._engine.selective import contexts_of
 

@@ -16,9 +16,9 @@ import torch
 
 from gradckpt import _C
 from gradckpt._config import warn_inactive
-from gradckpt._engine import random_state
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.kept_calls import check_again, kept_elsewhere, recomputes, warn_runs_again
+from gradckpt._engine.side_effects import generator_states, restore_generators
 from gradckpt._engine.torch_objects import make_saved_tensor
 
 _NOTHING = torch.empty(0)
@@ -128,11 +128,11 @@ class _Keeper:
             return None
         self.keeps = False
         _C.hide_operators(-1)
-        return random_state.snapshot() if self.preserve else None
+        return generator_states() if self.preserve else None
 
     def restore(self, states: Any) -> None:
         if states is not None:
-            random_state.restore(states)
+            restore_generators(states)
 
 
 class _Records(dict[str, Any]):
@@ -321,3 +321,30 @@ def trace(checkpoint: Any, function: Any, args: Any, kwargs: Any) -> Any:
         return checkpoint(function, *args, **kwargs)
     finally:
         compiled._in_compiled_checkpoint = around
+
+
+# ---- what it saves through pack hooks around its regions ----
+
+
+def original_of(x: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that autograd saves and of which torch_remat passes the detached ``x``.
+
+    A region of torch_remat that keeps its activations calls the saved-tensor hooks around it with
+    ``tensor.detach()``, in which neither the grad flag nor the history is left. Its own hook, a few
+    frames above, has the tensor. None where no such frame calls, or for another tensor.
+    """
+    frame = sys._getframe(1)
+    for _ in range(3):
+        if frame.f_code.co_name == "pack" and frame.f_globals.get("__name__") == "torch_remat._api":
+            original = frame.f_locals.get("tensor")
+            if isinstance(original, torch.Tensor) and original.requires_grad and _same_memory(original, x):
+                return original
+            return None
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()

@@ -20,9 +20,9 @@ from gradckpt._engine import kept_calls, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.catching import catch
-from gradckpt._engine.graph_leaves import leaves_behind
-from gradckpt._engine.op_effects import has_effect
+from gradckpt._engine.op_mixing import has_effect
 from gradckpt._engine.op_policy import keeping_effects, kept, read_policy
+from gradckpt._engine.side_effects import leaves_behind
 from gradckpt._engine.torch_objects import barred_by
 from gradckpt._patching import CHECKPOINT
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from gradckpt._engine import buffers, parameter_hooks, random_state
+from gradckpt._engine import buffers, parameter_hooks
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.containers import holds_still
-from gradckpt._engine.graph_leaves import leaves_behind
+from gradckpt._engine.side_effects import generator_states, holds_still, leaves_behind, restore_generators
 from gradckpt._engine.token_check import NARROW, TOKENS, TokenCheck, part_of, without_autocast_cache, without_policies
 from gradckpt._engine.torch_objects import barred_by, make_saved_tensor
 
@@ -91,7 +90,7 @@ class _Run:
         self.parameters = parameters
         self.versions = [p._version for p in parameters]
         self.autocast = _autocast()
-        self.random = random_state.snapshot() if preserve_rng_state else None
+        self.random = generator_states() if preserve_rng_state else None
         self.saved: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +145,7 @@ class _Run:
         with torch.enable_grad():
             leaf = tile.detach().requires_grad_(of_input)
             y = self._call(leaf)
-        after = random_state.snapshot() if self.random is not None else None
+        after = generator_states() if self.random is not None else None
         inputs = (leaf, *wanted) if of_input else tuple(wanted)
         if check:
             _check_leaves(self.module, y, inputs)
@@ -157,17 +156,17 @@ class _Run:
             else:
                 found = list(private.run_backward((y,), (grad,), False, False, inputs, True, False))
         if after is not None:
-            random_state.restore(after)
+            restore_generators(after)
         return found
 
     @contextlib.contextmanager
     def _as_forward(self) -> Iterator[None]:
         """Enter the forward's random state and autocast; put running statistics back afterwards."""
-        around = random_state.snapshot() if self.random is not None else None
+        around = generator_states() if self.random is not None else None
         statistics = buffers.enter(buffers.with_rule(self.module))
         try:
             if self.random is not None:
-                random_state.restore(self.random)
+                restore_generators(self.random)
             with contextlib.ExitStack() as stack:
                 for kind, enabled, dtype, cached in self.autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
@@ -175,7 +174,7 @@ class _Run:
         finally:
             statistics.close()
             if around is not None:
-                random_state.restore(around)
+                restore_generators(around)
 
 
 class _Tiles(torch.autograd.Function):

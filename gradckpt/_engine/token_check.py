@@ -10,10 +10,9 @@ import torch
 from torch.nn import Module
 
 from gradckpt import _C
-from gradckpt._engine import buffers, random_state
+from gradckpt._engine import buffers
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.graph_leaves import reaches_before
-from gradckpt._engine.made_tensors import MadeTensors
+from gradckpt._engine.side_effects import MadeTensors, generator_states, reaches_before, restore_generators
 
 #: The dimension of the tokens: the last but one.
 TOKENS = -2
@@ -50,13 +49,13 @@ class TokenCheck:
         key = (tuple(x.shape), x.dtype, modes, approximate, autocast, rest)
         if key in self.seen or _C.is_simulated() or isinstance(x, private.FakeTensor) or x.device.type == "meta":
             return
-        random = random_state.snapshot()
+        random = generator_states()
         statistics = buffers.enter(buffers.with_rule(module))
         try:
             why = _Trial(module, call, x.detach(), count, approximate, random).why_not()
         finally:
             statistics.close()
-            random_state.restore(random)
+            restore_generators(random)
         if why is not None:
             kind = type(module).__name__
             raise ValueError(
@@ -75,7 +74,7 @@ class _Trial:
         self.writes = False
 
     def run(self, *tiles: torch.Tensor) -> Any:
-        random_state.restore(self.random)
+        restore_generators(self.random)
         given = torch.cat(tiles, TOKENS)
         version = given._version
         result = self.call(given)
@@ -84,9 +83,7 @@ class _Trial:
 
     def draws(self) -> bool:
         """Return whether the last run drew random numbers."""
-        before, after = (
-            [cpu, *(state for _, state in others)] for cpu, others in (self.random, random_state.snapshot())
-        )
+        before, after = ([cpu, *(state for _, state in others)] for cpu, others in (self.random, generator_states()))
         return not all(map(torch.equal, before, after))
 
     def why_not(self) -> str | None:
@@ -157,7 +154,7 @@ class _Trial:
         self, weights: Sequence[torch.Tensor], tiles: Sequence[torch.Tensor], number: int
     ) -> list[torch.Tensor] | None:
         """Return those of the input and of parameters; None: the graph reaches further back."""
-        random_state.restore(self.random)
+        restore_generators(self.random)
         wanted = [p for p in self.module.parameters() if p.requires_grad and not p._backward_hooks]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             x = torch.cat(list(tiles), TOKENS).requires_grad_()

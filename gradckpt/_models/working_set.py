@@ -26,9 +26,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 from gradckpt import _C
 from gradckpt._engine import kept_calls
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.containers import holds_still
-from gradckpt._engine.graph_leaves import leaves_behind, reaches_before
-from gradckpt._engine.made_tensors import MadeTensors
+from gradckpt._engine.side_effects import MadeTensors, holds_still, leaves_behind, reaches_before
 from gradckpt._engine.tiles import run_in_tiles
 from gradckpt._engine.token_check import TokenCheck
 from gradckpt._models import activity

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from gradckpt._offload import PLACES, Offload
+from gradckpt._offload import PLACES, Offload, parse_bytes
 from gradckpt._planning import devices
 from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import MIXED, PREPARE, STORED, ConfigModel
@@ -26,7 +26,6 @@ from gradckpt._planning.options import allowed
 from gradckpt._planning.region_plan import NoPlan
 from gradckpt._planning.simulated_tensors import NotSimulated
 from gradckpt._planning.step_trace import late_progress
-from gradckpt._sizes import parse_bytes
 
 __all__ = ["main", "parser"]
 

@@ -19,6 +19,7 @@ from gradckpt._apart import apart
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
 from gradckpt._models.working_set import have_parts
+from gradckpt._offload import parse_bytes
 from gradckpt._planning.config_profile import ConfigSteps
 from gradckpt._planning.device_memory import fixed_bytes, real_steps
 from gradckpt._planning.devices import Device, rates_of
@@ -28,7 +29,6 @@ from gradckpt._planning.segments import KINDS, WORKING, Peak, StepTrace, held_bl
 from gradckpt._planning.simulated_tensors import NotSimulated
 from gradckpt._planning.step_trace import StateBeforeSimulation, late_progress, side_by_side_simulated, trace_step
 from gradckpt._settings import READY, TORCH, Setting, in_parts, in_tiles, quiet
-from gradckpt._sizes import parse_bytes
 from gradckpt._stats import uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import (

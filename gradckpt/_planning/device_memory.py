@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from gradckpt._config import written
-from gradckpt._host_memory import free_host_memory, total_host_memory
 from gradckpt._models.kinds import inside_fsdp
+from gradckpt._offload import free_host_memory, parse_bytes, total_host_memory
 from gradckpt._planning.fsdp import FLAT, FSDP1State, FSDP2State, name_before, views_in
-from gradckpt._sizes import parse_bytes
 
 __all__ = [
     "Budget",

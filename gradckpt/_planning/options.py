@@ -27,7 +27,6 @@ from gradckpt._config import CompressionConfig, parse_compress
 from gradckpt._engine import parameter_hooks
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.saved_tensors import compress_saved
-from gradckpt._host_random import host_random
 from gradckpt._models import activity
 from gradckpt._models.caches import is_cache
 from gradckpt._models.caches import snapshot as cache_snapshot
@@ -41,7 +40,7 @@ from gradckpt._offload import Offload, parse_offload, plain_data
 from gradckpt._planning.device_memory import weights_in
 from gradckpt._settings import EXACT
 from gradckpt._stats import uncounted
-from gradckpt._training_state import TrainingState
+from gradckpt._training_state import TrainingState, host_random
 
 __all__ = [
     "KEEP",

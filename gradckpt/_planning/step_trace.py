@@ -28,15 +28,13 @@ from gradckpt import _C
 from gradckpt._allocations import on_no_memory
 from gradckpt._apart import side_by_side
 from gradckpt._engine import torch_private as private
-from gradckpt._holders import holder_of
-from gradckpt._host_random import host_random
 from gradckpt._planning.device_memory import local, state_of, trained_parts
 from gradckpt._planning.kernels import cuda_kernels
 from gradckpt._planning.segments import GRADIENTS, KEPT, LOSS, WORKING, Segment, StepTrace, resized
 from gradckpt._planning.simulated_tensors import NotSimulated, refuse_reads, tensors_without_values
 from gradckpt._planning.simulation import Event, SimulationMode, Work
 from gradckpt._stats import uncounted
-from gradckpt._training_state import TrainingState
+from gradckpt._training_state import TrainingState, holder_of, host_random
 from gradckpt._training_step import StepWrites, higher_order_in
 
 __all__ = [

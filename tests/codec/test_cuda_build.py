@@ -30,7 +30,6 @@ KERNELS = {
     "lossless": 12,
     "mask": 4,
     "cuda_device": 0,
-    "link": 0,
     "driver": 0,
     "cuda_error": 0,
     "equal": 1,
@@ -104,8 +103,8 @@ def test_registers(kernels):
 def test_code_of_other_formats_is_gone(built, name):
     """Only int4 fills tables in advance: what a format's numbers decide, ptxas has folded. Where it
     has not, kernels take more registers."""
-    assert "gck_fill_table" in built["int4"][1]
-    assert "gck_fill_table" not in built[name][1]
+    assert "gck_choose_entries" in built["int4"][1]
+    assert "gck_choose_entries" not in built[name][1]
 
 
 def test_stacks_are_small(kernels):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradckpt
-from gradckpt._engine.input_aliasing import overlap
+from gradckpt._engine.argument_state import overlap
 
 REFUSED = r"^gradckpt: a compressed region writes in place to an argument that shares memory with another, of shapes"
 

@@ -127,7 +127,6 @@ def build_kernels(out, arch, only=None, *defines):
         "mask",
         "cast",
         "cuda_device",
-        "link",
         "equal",
         "sparse",
         "sparse_int8",

@@ -234,7 +234,6 @@ class DeviceKernels:
             "mask",
             "lossless",
             "cuda_device",
-            "link",
             "cuda_error",
             "equal",
             "driver",

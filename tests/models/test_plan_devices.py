@@ -2,8 +2,8 @@
 
 import pytest
 
+from gradckpt._offload import parse_bytes
 from gradckpt._planning.devices import DEVICES, find
-from gradckpt._sizes import parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.
 #: (name, id) of every codec.
 ROWS = re.findall(r"^    (?:CODEC|GROUP)\(ARG, (\w+), (\d+)", source("codecs.h").read_text(), re.M)
 
-#: What macros declare, for each row: codecs, device functions (cuda_entry.h), kernels (kernels.h).
+#: What macros declare, for each row: codecs, device functions (cuda_device.h), kernels (kernels.h).
 BY_MACRO = re.compile(r"gck_(codec_\w+|\w+_cuda|(portable|avx2|avx512)_\w+)")
 
 #: The contract between codec and the others, which know nothing else of codec.

@@ -1,7 +1,6 @@
 /* cast.cu: device kernels of bf16 and fp16: cast.h is the format. */
 #include "codec/format/cast.h"
 #include "codec/cuda/overflow.cuh"
-#include "codec/cuda/lane_io.cuh"
 
 constexpr int CAST_PER_SM = 4;                   /* blocks of 256 x 64 bytes: 64 KiB in flight */
 

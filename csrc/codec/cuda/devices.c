@@ -1,15 +1,9 @@
 /* devices.c: the kinds of devices, a fact about the process, and CUDA's entry. */
-#include "gradckpt.h"
+#include "codec/cuda/cuda_device.h"
 
 #include <pthread.h>
 
-#ifdef GCK_WITH_CUDA
-#include "codec/cuda/cuda_device.h"
-#else
-#define gck_is_captured_cuda NULL
-#define gck_words_cuda NULL
-#define gck_compare_cuda NULL
-
+#ifndef GCK_WITH_CUDA
 const char *gck_cuda_archs(void) { return ""; }
 
 int gck_cuda_check(int *driver, int *runtime)
@@ -39,15 +33,13 @@ static const gck_device_kind cuda = {
     .name = "cuda",
     .dlpack = 2,                 /* kDLCUDA */
     .check = gck_cuda_check,
-    .is_captured = gck_is_captured_cuda,
+    .is_captured = GCK_CUDA(gck_is_captured_cuda),
     .encode = encode_cuda,
     .decode = decode_cuda,
-    .compare = gck_compare_cuda,
-    .words = gck_words_cuda,
+    .compare = GCK_CUDA(gck_compare_cuda),
+    .words = GCK_CUDA(gck_words_cuda),
     .error = gck_cuda_error,
-#ifdef GCK_WITH_CUDA
-    .link = &gck_link_cuda,
-#endif
+    .link = GCK_CUDA(&gck_link_cuda),
 };
 
 static const gck_device_kind *kinds[GCK_KINDS] = {&cuda};

@@ -300,7 +300,7 @@ static int run_groups(const gck_tensor *t, const gck_bytes *payloads, const gck_
     });
 }
 
-/* Both functions of a codec, as cuda_entry.h declares them.  The payloads are only read by the
+/* Both functions of a codec, as cuda_device.h declares them.  The payloads are only read by the
  * second. */
 #define GCK_GROUP_CODEC_CUDA(name, format)                                                                        \
     extern "C" int gck_##name##_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)  \

@@ -2,7 +2,7 @@
 #ifndef GRADCKPT_LANE_GROUP_CUH
 #define GRADCKPT_LANE_GROUP_CUH
 
-#include "codec/cuda/lane_io.cuh"
+#include "codec/cuda/launch.cuh"
 #include "codec/format/rows.h"
 
 /* ---- views ---- */

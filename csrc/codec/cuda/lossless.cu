@@ -4,7 +4,6 @@
  * arena come from votes within a warp and one sum over the warps. */
 #include "codec/format/lossless.h"
 #include "codec/cuda/overflow.cuh"
-#include "codec/cuda/lane_io.cuh"
 
 constexpr int WARPS = THREADS / 32;
 

@@ -1,6 +1,6 @@
 /* mask.cu: device kernels of mask.  A group is 8 lanes x 16 bools, as everywhere; one lane
  * of them stores its 16 bytes.  The payload is an eighth of the bools: only those count. */
-#include "codec/cuda/lane_io.cuh"
+#include "codec/cuda/launch.cuh"
 
 /* Loads of 16 bools in flight for each lane; strides take the registers for more than one. */
 template <typename VIEW> struct rounds {

@@ -7,13 +7,39 @@
 #define GRADCKPT_NONZEROS_CUH
 
 #include "codec/format/sparse.h"
-#include "codec/cuda/block_scan.cuh"
-#include "codec/cuda/lane_io.cuh"
 #include "codec/cuda/overflow.cuh"
 
 static_assert(GROUPS_PER_BLOCK == GCK_BLOCK_GROUPS, "a block of threads is a block of the format");
 
 typedef gck_sparse_parts nonzeros_parts;
+
+constexpr int SCAN_WARPS = THREADS / 32;
+
+/* The sum of `mine` of the threads before this one, and in *all of all of them.  Every thread of the
+ * block comes here; before it does so again, they meet. */
+GCK_LANE_FN uint32_t sum_before(uint32_t mine, uint32_t (&of_warp)[SCAN_WARPS], uint32_t *all)
+{
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    uint32_t sum = mine;
+
+#pragma unroll
+    for (int back = 1; back < 32; back *= 2) {
+        const uint32_t other = __shfl_sync(ALL_LANES, sum, lane >= back ? lane - back : lane);
+        sum += lane >= back ? other : 0u;
+    }
+    if (lane == 31) {
+        of_warp[warp] = sum;
+    }
+    __syncthreads();
+    uint32_t before = sum - mine;
+    *all = 0;
+#pragma unroll
+    for (int w = 0; w < SCAN_WARPS; w++) {
+        before += w < warp ? of_warp[w] : 0u;
+        *all += of_warp[w];
+    }
+    return before;
+}
 
 /* Values of words of type T in the registers of a lane. */
 template <typename T> struct lane_words {

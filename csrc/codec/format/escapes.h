@@ -107,7 +107,7 @@ typedef struct {
 /* Where no code means MAX (int4), the code of an infinity that the group does not contain means MAX
  * of its sign.  A group that contains it needs an entry of its sign: where the first two values
  * have none, the first of that sign becomes the second entry. */
-GCK_SLOW_FN void gck_fill_table(gck_format format, gck_escape_table *t, const void *x, gck_dtype dtype, int count)
+GCK_SLOW_FN void gck_choose_entries(gck_format format, gck_escape_table *t, const void *x, gck_dtype dtype, int count)
 {
     for (int i = 0; i < count; i++) {
         const float v = gck_load(x, dtype, i);
@@ -179,7 +179,7 @@ GCK_SLOW_FN void gck_encode_table(gck_format format, const void *x, gck_dtype dt
     int npending = 0, at = 0;
 
     if (gck_table_kinds(format) < 5) {
-        gck_fill_table(format, &t, x, dtype, count);
+        gck_choose_entries(format, &t, x, dtype, count);
     }
     for (int i = 0; i < GCK_GROUP; i++) {
         const float v = i < count ? gck_load(x, dtype, i) : 0.f;

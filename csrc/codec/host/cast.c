@@ -1,6 +1,6 @@
 /* cast.c: the codecs bf16 and fp16: float32 rounded to a 16-bit dtype. format/cast.h is the
  * format. */
-#include "codec/cuda/cuda_entry.h"
+#include "codec/cuda/cuda_device.h"
 #include "codec/host/cpu_features.h"
 #include "codec/host/pieces.h"
 

@@ -1,5 +1,5 @@
 /* group_codecs.c: the codecs that are groups of 128 values: one per row of codecs.h. */
-#include "codec/cuda/cuda_entry.h"
+#include "codec/cuda/cuda_device.h"
 #include "codec/format/rows.h"
 #include "codec/host/cpu_features.h"
 #include "codec/host/pieces.h"

@@ -1,6 +1,6 @@
 /* lossless.c: the codec lossless: bit-exact, with 4 bits for each exponent. format/lossless.h is
  * the format; where that of format/sparse.h is smaller, the host takes it. */
-#include "codec/cuda/cuda_entry.h"
+#include "codec/cuda/cuda_device.h"
 #include "codec/host/cpu_features.h"
 #include "codec/host/nonzeros.h"
 #include "codec/host/pieces.h"

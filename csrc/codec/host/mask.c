@@ -1,6 +1,6 @@
 /* mask.c: bools, one bit each: bit i % 8 of byte i / 8 is value i.  The last group of 128 is padded
  * with zeros.  Any byte but 0 is true; decoding writes 0 and 1. */
-#include "codec/cuda/cuda_entry.h"
+#include "codec/cuda/cuda_device.h"
 #include "codec/host/cpu_features.h"
 #include "codec/host/pieces.h"
 

@@ -1,5 +1,5 @@
 /* raw.c: the values unchanged, in contiguous order.  It is the control in every benchmark. */
-#include "codec/cuda/cuda_entry.h"
+#include "codec/cuda/cuda_device.h"
 #include "codec/format/float_bits.h"
 #include "codec/host/strided.h"
 

@@ -1,6 +1,6 @@
 /* sparse_int8.c: the codec sparse_int8: one bit for each value, and int8 of those that are not zero.
  * format/sparse_int8.h is the format; the kernels of int8_plain do the work. */
-#include "codec/cuda/cuda_entry.h"
+#include "codec/cuda/cuda_device.h"
 #include "codec/format/sparse_int8.h"
 #include "codec/host/cpu_features.h"
 #include "codec/host/nonzeros.h"

@@ -2,9 +2,8 @@
 #if defined(__x86_64__)
 
 #include "codec/x86/doubt_avx2.h"
-#include "codec/x86/integer_avx2.h"
-#include "codec/x86/noise_avx2.h"
 #include "codec/x86/rotate_avx2.h"
+#include "codec/x86/rounding_avx2.h"
 
 /* ---- encode ---- */
 

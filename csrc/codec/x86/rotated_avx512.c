@@ -1,9 +1,8 @@
 /* rotated_avx512.c: int8, int6 and int4 on AVX-512. */
 #if defined(__x86_64__)
 #include "codec/x86/doubt_avx512.h"
-#include "codec/x86/integer_avx512.h"
-#include "codec/x86/noise_avx512.h"
 #include "codec/x86/rotate_avx512.h"
+#include "codec/x86/rounding_avx512.h"
 
 /* ---- encode ---- */
 

@@ -2,8 +2,7 @@
 #if defined(__x86_64__)
 
 #include "codec/x86/fp8_tables.h"
-#include "codec/x86/integer_avx2.h"
-#include "codec/x86/noise_avx2.h"
+#include "codec/x86/rounding_avx2.h"
 
 /* ---- encode: fp8 ---- */
 

@@ -1,8 +1,7 @@
 /* unrotated_avx512.c: fp8_e4m3, fp8_e5m2 and int8_plain on AVX-512. */
 #if defined(__x86_64__)
 #include "codec/x86/fp8_tables.h"
-#include "codec/x86/integer_avx512.h"
-#include "codec/x86/noise_avx512.h"
+#include "codec/x86/rounding_avx512.h"
 
 /* ---- encode: fp8 ---- */
 

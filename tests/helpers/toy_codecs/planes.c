@@ -1,5 +1,5 @@
 /* planes.c: all first bytes of the values, then all second bytes, and so on: bit-exact. */
-#include "codec/cuda/cuda_entry.h"
+#include "codec/cuda/cuda_device.h"
 #include "codec/format/float_bits.h"
 #include "codec/host/pieces.h"
 #include "codec/host/strided.h"

@@ -1,7 +1,7 @@
-/* noise_avx2.h: stochastic rounding for AVX2: Philox, four counters at a time, and the functions
- * that use its bits. */
-#ifndef GRADCKPT_NOISE_AVX2_H
-#define GRADCKPT_NOISE_AVX2_H
+/* rounding_avx2.h: float32 to the integers of codes for AVX2: to nearest, and stochastic, by Philox,
+ * four counters at a time. */
+#ifndef GRADCKPT_ROUNDING_AVX2_H
+#define GRADCKPT_ROUNDING_AVX2_H
 
 #include "codec/x86/codebook_avx2.h"
 
@@ -101,6 +101,22 @@ INLINE v16 uniforms(__m256i noise)
 INLINE __m256i words_of(__m256i even, __m256i odd)
 {
     return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xAA);
+}
+
+/* 16 codes in 16-bit lanes.  The fused sum rounds the exact product, as
+ * gck_round_product() does. */
+INLINE __m256i quantised(v16 v, __m256 inverse, __m256 rounder)
+{
+    return words_of(_mm256_castps_si256(_mm256_fmadd_ps(v.even, inverse, rounder)),
+                    _mm256_castps_si256(_mm256_fmadd_ps(v.odd, inverse, rounder)));
+}
+
+/* The steps whose products with an integer are all normal: see round_to_bf16(). */
+INLINE int step_is_ordinary(uint32_t stored) { return stored >= 0x1080u && stored < 0x7F80u; }
+
+INLINE __m256 step_of(uint32_t stored)
+{
+    return _mm256_set1_ps(gck_float(stored << 16) * 0x1p-32f);
 }
 
 /* gck_round_noisy() of 16 p = x * inv, in 16-bit lanes; not yet limited to `top` in magnitude. */

@@ -1,7 +1,7 @@
-/* noise_avx512.h: stochastic rounding for AVX-512: Philox, eight counters at a time, and the
- * functions that use its bits. */
-#ifndef GRADCKPT_NOISE_AVX512_H
-#define GRADCKPT_NOISE_AVX512_H
+/* rounding_avx512.h: float32 to the integers of codes for AVX-512: to nearest, and stochastic, by Philox,
+ * eight counters at a time. */
+#ifndef GRADCKPT_ROUNDING_AVX512_H
+#define GRADCKPT_ROUNDING_AVX512_H
 
 #include "codec/x86/codebook_avx512.h"
 
@@ -91,6 +91,18 @@ INLINE __m512 uniform_of(__m512i noise)
 INLINE __m512i bytes_of(const constants *c, gck_dtype dtype, const __m512i q[4])
 {
     return natural_bytes(_mm512_packs_epi16(merge_lower(c, q[0], q[1]), merge_lower(c, q[2], q[3])), dtype);
+}
+
+/* gck_round_product() of 64 values, two pairs.  1.5 x 2^23 + product, rounded once by
+ * the FMA, holds the integer in its low bits; ties go to even because the constant is. */
+INLINE __m512i quantise(const constants *c, gck_dtype dtype, const __m512 y[4], __m512 inverse)
+{
+    __m512i q[4];
+
+    for (int j = 0; j < 4; j++) {
+        q[j] = _mm512_castps_si512(_mm512_fmadd_ps(y[j], inverse, c->magic));
+    }
+    return bytes_of(c, dtype, q);
 }
 
 /* gck_round_noisy() of 64 p = x * inv. */
