@@ -180,6 +180,7 @@ ROWS = {
     "models/test_plan_peaks.py::test_peaks_of_a_first_step": 3,
     "models/test_plan_peaks.py::test_peaks_with_gradients_that_exist": 2,
     "models/test_plan.py::test_a_shorter_model_has_the_peaks_of_the_whole": 3,
+    "package/test_plan_pages.py::test_pages_show_what_the_command_prints": 2,
     "planner/test_config_steps.py::test_a_step_is_the_whole_ones_where_layers_know_of_each_other": 3,
     "planner/test_simulation_leaves_no_trace.py": 10,
     "planner/test_planner.py::test_best_of_all_plans": 4,
