@@ -107,8 +107,9 @@ INLINE __m256i words_of(__m256i even, __m256i odd)
  * gck_round_product() does. */
 INLINE __m256i quantised(v16 v, __m256 inverse, __m256 rounder)
 {
-    return words_of(_mm256_castps_si256(_mm256_fmadd_ps(v.even, inverse, rounder)),
-                    _mm256_castps_si256(_mm256_fmadd_ps(v.odd, inverse, rounder)));
+    const __m256i even = _mm256_castps_si256(_mm256_fmadd_ps(v.even, inverse, rounder));
+    const __m256i odd = _mm256_castps_si256(_mm256_fmadd_ps(v.odd, inverse, rounder));
+    return words_of(even, odd);
 }
 
 /* The steps whose products with an integer are all normal: see round_to_bf16(). */
