@@ -310,7 +310,10 @@ def make(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
-    (venv / ".torch").touch()
+    (tmp_path / "tests" / "helpers").mkdir(parents=True)
+    (tmp_path / "tests" / "helpers" / "frameworks.txt").touch()
+    for stamp in (".torch", ".frameworks"):
+        (venv / stamp).touch()
 
     def run(*arguments):
         """Exit status, stdout, stderr, and the lines written down."""
