@@ -20,7 +20,6 @@ LEFT_BECAUSE = {
         "package/test_gpu_scripts.py",
         "package/test_main.py",
         "models/test_nothing_left.py",
-        "models/test_simulation.py::test_no_memory_is_touched",
         "models/test_trainer_flag.py::test_order_of_imports",
         "models/test_trainer_flag_scope.py",
         "package/test_import_effects.py",
@@ -131,6 +130,8 @@ SOAK = [
     *(f"equivalence/test_random_programs.py::test_random_programs_behave_as_with_torch[{n}]" for n in range(5, 10)),
     "frameworks/test_budget_sharded.py",
     "frameworks/test_deepspeed.py::test_example",
+    "frameworks/test_distributed.py::test_example",
+    "frameworks/test_lightning.py::test_example",
     "frameworks/test_plan_frameworks.py::test_lora",
     "frameworks/test_plan_model_types.py",
     "models/test_budget.py::test_a_step_stays_within_the_budget[compress1",
@@ -142,6 +143,7 @@ SOAK = [
     "models/test_deprecated_names.py::test_before_a_step",
     "models/test_deprecated_names.py::test_enable[{'budget'",
     "models/test_simulation.py::test_a_process_with_few_addresses",
+    "models/test_simulation.py::test_no_memory_is_touched",
     "models/test_plan.py::test_the_longest_sequence_fits_and_a_longer_one_does_not",
     "models/test_plan_higher_order.py",
     "models/test_plan_offload.py::test_a_budget_of_a_model_that_trains",
@@ -166,7 +168,9 @@ SOAK = [
         f"package/test_benchmarks.py::test_small_form[bench_{name}"
         for name in ("plan-", "planner-ways", "working_set-budgets")
     ),
+    "package/test_benchmarks_training.py::test_runs_of_other_sources_are_in_another_folder",
     "package/test_gpu.py::test_failures_are_counted_and_named",
+    "package/test_import_effects.py::test_imported_again",
     "selective/test_jumps.py::test_what_is_kept_does_not_jump[1",
 ]
 
@@ -194,6 +198,9 @@ ROWS = {
     "models/test_plan.py::test_a_shorter_model_has_the_peaks_of_the_whole": 3,
     "package/test_plan_command.py::test_8_billion_parameters_at_32768_tokens": 1,
     "package/test_plan_pages.py::test_pages_show_what_the_command_prints": 1,
+    "package/test_run.py::test_main_stays_until_the_process_ends": 3,
+    "package/test_run.py::test_processes_of_multiprocessing": 2,
+    "package/test_run.py::test_untouched_scripts": 1,
     "planner/test_config_steps.py::test_a_step_is_the_whole_ones_where_layers_know_of_each_other": 3,
     "planner/test_simulation_leaves_no_trace.py": 10,
     "planner/test_planner.py::test_best_of_all_plans": 4,
