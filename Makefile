@@ -60,11 +60,11 @@ demo: $(VENV)/.built  ## train a deep Llama: what checkpoints save, cost and cha
 
 # Each ends with pytest's closing line. tests/conftest.py says what `test` leaves to `test_all`, and why.
 # Of another torch the tests alone: types and texts are those of the default.
-test: $(if $(filter 2.13.0,$(TORCH)),lint) $(VENV)/.test  ## ruff, mypy and the tests of the library itself (8 minutes on two cores, set-up included)
+test: $(if $(filter 2.13.0,$(TORCH)),lint) $(VENV)/.test  ## ruff, mypy and the tests of the library itself (15 minutes on two cores, set-up included)
 	@$(PYTEST) $(WATCHDOG) -n 2 --dist loadgroup -m "not soak" --target test $(TEST_ARGS)
 
 # With the extension that .venv has: one build serves each torch.
-test_newer: $(VENV)/.test  ## of each test about regions and models two rows, on a newer torch (5 minutes; a CUDA build, 6 GB)
+test_newer: $(VENV)/.test  ## of each test about regions and models two rows, on a newer torch (10 minutes; a CUDA build, 6 GB)
 	@$(MAKE) --no-print-directory TORCH=$(NEWER) VENV=.venv-torch-$(NEWER) test_folders
 
 test_folders: $(VENV)/.imports

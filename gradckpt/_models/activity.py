@@ -38,6 +38,7 @@ _MANY = 3
 
 SMALL = "smaller than min_numel"
 LEAF = "leaf"
+NO_GRAD = "does not require grad"
 
 #: A tensor of this many bytes is not small, regardless of min_numel.
 _LARGE = 8 * CompressionConfig().min_numel
@@ -187,18 +188,20 @@ def inactive_reason(s: Mapping[str, Any]) -> str:
     kept = s["uncompressed"]
     if not kept:
         return "the regions got no tensors; pass activations as arguments (in tuples, lists or dicts), not in closures"
-    reason = LEAF if LEAF in kept and s["regions"] and not s["eligible"] else max(kept, key=kept.__getitem__)
-    if are_small(s):
-        advice = "compressing them would save nothing"
-    elif reason == "does not require grad" and not s["regions"]:  # saved tensors
-        advice = "as all that code compiled by itself saves; compile the block with it"
-    else:
-        advice = _ADVICE.get(reason, "see gradckpt.stats()['uncompressed']")
-    return f"most {'inputs' if s['regions'] else 'tensors'} were not compressed: {reason} ({advice})"
+    saved = not s["regions"]  # all of them are saved tensors
+    reason = LEAF if LEAF in kept and not (saved or s["eligible"]) else max(kept, key=kept.__getitem__)
+    advice = (
+        "compressing them would save nothing"
+        if are_small(s)
+        else _ADVICE.get(reason, "see gradckpt.stats()['uncompressed']")
+    )
+    if saved and reason == NO_GRAD:
+        advice += "; code compiled by itself saves only such: compile the block with it"
+    return f"most {'tensors' if saved else 'inputs'} were not compressed: {reason} ({advice})"
 
 
 _ADVICE = {
-    "does not require grad": "frozen embeddings? call requires_grad_() on their output, "
+    NO_GRAD: "frozen embeddings? call requires_grad_() on their output, "
     "in transformers model.enable_input_require_grads()",
     LEAF: "autograd keeps leaves anyway",
     SMALL: 'lower it with compress={"codec": ..., "min_numel": ...}',

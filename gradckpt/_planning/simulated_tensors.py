@@ -37,6 +37,7 @@ __all__ = [
     "composite_key",
     "fills_in_place",
     "has_rules",
+    "in_backward",
     "map_tensors",
     "meta_results",
     "refuse_reads",
@@ -283,11 +284,16 @@ def composite_key(func: Any) -> Any:
 _WRAPS_HANDLERS = re.compile(r"(torch.(_compile\.py|_dynamo.eval_frame\.py)|_planning.simulation\.py)$")
 
 
+def in_backward() -> bool:
+    """Return whether a node of autograd runs, and not a region again."""
+    return private.graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
 def accumulates_in_place(func: Any, args: Any) -> bool:
     """Return whether an operator is a sum that the engine would make in its first operand, outside
     of a dispatch mode. To be called by ``__torch_dispatch__``.
     """
-    if func is not aten.add.Tensor or private.graph_task_id() == -1 or torch.is_grad_enabled():
+    if func is not aten.add.Tensor or not in_backward():
         return False
     old = args[0]
     return (
@@ -307,8 +313,7 @@ def fills_in_place(func: Any) -> bool:
     """Return whether an operator fills zeros for a formula of autograd, which outside of a dispatch
     mode would write into them. To be called by ``__torch_dispatch__``.
     """
-    in_backward = private.graph_task_id() != -1 and not torch.is_grad_enabled()
-    return func in _FILLS and in_backward and _is_of_the_engine(sys._getframe(1))
+    return func in _FILLS and in_backward() and _is_of_the_engine(sys._getframe(1))
 
 
 def _is_dense(x: torch.Tensor) -> bool:

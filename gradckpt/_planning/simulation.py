@@ -34,6 +34,7 @@ from gradckpt._planning.simulated_tensors import (
     composite_key,
     fills_in_place,
     has_rules,
+    in_backward,
     map_tensors,
     meta_results,
     shared_space,
@@ -217,19 +218,19 @@ class SimulationMode(private.TorchDispatchMode):  # type: ignore[misc]
 
     def _takes_factor(self, func: Any, args: Any) -> bool:
         """Return whether a backward multiplies by a number that a region has kept, as a tensor."""
-        if func not in KEEP_FACTORS or args[1].dim() or torch.is_grad_enabled():
+        if func not in KEEP_FACTORS or args[1].dim():
             return False
-        return private.graph_task_id() != -1 and args[1].untyped_storage()._cdata not in self._live
+        return in_backward() and args[1].untyped_storage()._cdata not in self._live
 
     def _with_numbers(self, func: Any, args: Any, kwargs: Any, numbers: list[torch.Tensor]) -> Any:
         """Run an operator whose kernel makes tensors of numbers, and casts them. Autograd may keep
         a factor until the backward has multiplied by it.
         """
         with_grad = torch.is_grad_enabled()
-        in_backward = private.graph_task_id() != -1 and not with_grad
+        backward = in_backward()
         types = [torch.float64 if x.is_floating_point() else x.dtype for x in numbers]
         operand = next(tensors_in(args))
-        kept = in_backward and func not in WRAP
+        kept = backward and func not in WRAP
         made = Event(0 if kept else sum(dtype.itemsize for dtype in types), self._count)
         cast = sum(operand.itemsize for dtype in types if dtype != operand.dtype)
         self._count += 1
@@ -239,7 +240,7 @@ class SimulationMode(private.TorchDispatchMode):  # type: ignore[misc]
         if func in KEEP_FACTORS and with_grad and operand.requires_grad and not in_exact_region():
             self._factors.append(made)
             return result
-        if func in KEEP_FACTORS and in_backward and self._factors:
+        if func in KEEP_FACTORS and backward and self._factors:
             made = self._factors.pop()
         self.events.append(Event(-made.size, made.storage))
         return result

@@ -67,11 +67,10 @@ void run_until(Stream *s, uint64_t count)
 
 void maybe_run(void)
 {
-    std::vector<Stream *> waiting;
-
     if (mode != RANDOM || randomness() % 2 == 0) {
         return;
     }
+    std::vector<Stream *> waiting;
     std::copy_if(streams.begin(), streams.end(), std::back_inserter(waiting),
                  [](const Stream *s) { return !s->tasks.empty(); });
     if (!waiting.empty()) {
