@@ -5,8 +5,9 @@ cache of the disk. Seconds of the clock, and of the CPU, which other processes o
 less. Run it with the interpreter of the environment in question: an empty one with the wheel, or
 one where transformers and others are installed, too.
 
-The ceiling: 0.3 s over torch's own import; above it the exit status is 1. Checked: the import is
-the first of gradckpt in its process.
+The ceiling: 0.3 s over torch's own import; above it the exit status is 1. A trial (--quick) is one
+run, perhaps on a busy machine: its ceiling is half of what torch's import takes in it. Checked: the
+import is the first of gradckpt in its process.
 """
 
 from __future__ import annotations
@@ -91,11 +92,13 @@ def main(argv: list[str] | None = None) -> int:
         for name, own, total in breakdown(15):
             print(f"{own:>10}{total:>10}  {name}")
     print(json.dumps(found))
-    difference = found["cpu_difference_s"]
+    difference, of_torch = found["cpu_difference_s"], found["cpu_torch_s"]
     assert isinstance(difference, float)
+    assert isinstance(of_torch, float)
     guards.check(difference > 0, f"importing gradckpt took {difference} s of the processor, so it was not imported")
-    print(f"ceiling: {BOUND} s of the processor over torch's own import")
-    guards.at_most("importing gradckpt, s", difference, BOUND, "the ceiling")
+    bound = of_torch / 2 if options.quick else BOUND
+    print(f"ceiling: {bound:.3g} s of the processor over torch's own import")
+    guards.at_most("importing gradckpt, s", difference, bound, "the ceiling")
     return 0
 
 

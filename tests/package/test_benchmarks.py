@@ -465,7 +465,7 @@ BROKEN = [
     ("bench_frontier", "--groups torch", no_time, WRONG),
     ("bench_frontier", "--groups torch", peers_recompute_nothing, "norms of"),
     ("bench_gradient_error", "", no_gradient_error, "nothing was compressed"),
-    ("bench_import", "", imports_take(0.5), "the ceiling"),
+    ("bench_import", "", imports_take(0.6), "the ceiling"),
     ("bench_import", "", imports_take(0.0), "was not imported"),
     ("bench_needed", "", no_payloads, "payloads of"),
     ("bench_needed", "", a_plan_that_needs_other, "the whole step"),
