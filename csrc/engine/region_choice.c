@@ -3,6 +3,7 @@
 
 #include "engine/int64_table.h"
 #include "planner/planner.h"
+#include "torch/calls.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -107,15 +108,12 @@ static int solve(choice *c)
 
 static PyObject *choices_of(const choice *c)
 {
-    PyObject *choices = PyTuple_New(c->chain.regions);
+    PyObject *choices = PyList_New(0);
 
     for (int64_t l = 0; choices != NULL && l < c->chain.regions; l++) {
-        PyObject *option = PyLong_FromUnsignedLong(c->plan.choices[l]);
-        if (option == NULL || PyTuple_SetItem(choices, l, option) < 0) {
-            Py_CLEAR(choices);
-        }
+        gck_add_item(&choices, PyLong_FromUnsignedLong(c->plan.choices[l]));
     }
-    return choices;
+    return gck_as_tuple(choices);
 }
 
 /* Plans of the front as (budget, time, error): all, or SHOWN of them at equal distances. */
@@ -123,14 +121,12 @@ static PyObject *front_of(const choice *c)
 {
     const gck_labels *plans = &c->front->plans;
     const int64_t n = plans->n < SHOWN ? plans->n : SHOWN;
-    PyObject *points = PyList_New(n);
+    PyObject *points = PyList_New(0);
 
     for (int64_t i = 0; points != NULL && i < n; i++) {
         const gck_label *plan = &plans->at[n > 1 ? i * (plans->n - 1) / (n - 1) : 0];
-        PyObject *point = Py_BuildValue("LLL", (long long)plan->bytes, (long long)plan->time, (long long)plan->error);
-        if (point == NULL || PyList_SetItem(points, i, point) < 0) {
-            Py_CLEAR(points);
-        }
+        gck_add_item(&points, Py_BuildValue("LLL", (long long)plan->bytes, (long long)plan->time,
+                                            (long long)plan->error));
     }
     return points;
 }
@@ -152,13 +148,12 @@ static PyObject *dict_of(const choice *c)
                          "smallest_budget", smallest, "front", front_of(c), "exact", exact ? Py_True : Py_False);
 }
 
-PyObject *gck_choose_options_py(PyObject *module, PyObject *args, PyObject *keywords)
+PyObject *gck_choose_options_py(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
 {
     choice c = {.front = NULL};
     PyObject *result = NULL;
     int status = GCK_OK;
 
-    (void)module;
     if (parse(&c, args, keywords) < 0) {
         goto exit;
     }

@@ -186,15 +186,6 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s)
     return gck_error_return(&error);
 }
 
-int gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg)
-{
-    Py_VISIT(a->cpu_rng);
-    Py_VISIT(a->device_rng);
-    Py_VISIT(a->autocast.types);
-    Py_VISIT(a->device);
-    return 0;
-}
-
 void gck_ambient_clear(gck_ambient *a)
 {
     Py_CLEAR(a->cpu_rng);

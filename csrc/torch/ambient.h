@@ -38,7 +38,6 @@ int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_sur
  * pending.  0 or -1. */
 int gck_ambient_leave(gck_py *py, gck_surroundings *s);
 
-int  gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg);
 void gck_ambient_clear(gck_ambient *a);
 
 /* ---- torch.compile ---- */

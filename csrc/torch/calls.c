@@ -36,6 +36,29 @@ int gck_append(PyObject *list, PyObject *item)
     return status;
 }
 
+void gck_add_item(PyObject **list, PyObject *item)
+{
+    if (gck_append(*list, item) < 0) {
+        Py_CLEAR(*list);
+    }
+}
+
+void gck_set_item(PyObject **dict, const char *key, PyObject *value)
+{
+    if (*dict != NULL && (value == NULL || PyDict_SetItemString(*dict, key, value) < 0)) {
+        Py_CLEAR(*dict);
+    }
+    Py_XDECREF(value);
+}
+
+int64_t gck_as_int64(PyObject *value)
+{
+    const int64_t number = value != NULL ? PyLong_AsLongLong(value) : -1;
+
+    Py_XDECREF(value);
+    return number;
+}
+
 PyObject *gck_as_tuple(PyObject *list)
 {
     PyObject *tuple = list != NULL ? PyList_AsTuple(list) : NULL;

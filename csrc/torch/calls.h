@@ -5,6 +5,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stdint.h>
+
 /* Consume a call's result; NULL: it raised.  0, or -1 with the exception. */
 int gck_done(PyObject *result);
 
@@ -20,6 +22,13 @@ PyObject *gck_item(PyObject *x, Py_ssize_t i);
 
 /* Append an item, taken over, to a list; NULL: making it raised.  0, or -1 with the exception. */
 int gck_append(PyObject *list, PyObject *item);
+
+/* The same where a failure clears *list, which is NULL from then on; for a value of a dict. */
+void gck_add_item(PyObject **list, PyObject *item);
+void gck_set_item(PyObject **dict, const char *key, PyObject *value);
+
+/* A result, taken over, as a number, which may be -1; -1 with the exception: it raised, or is none. */
+int64_t gck_as_int64(PyObject *value);
 
 /* New reference: the result of the method.  args: a tuple, taken over; NULL: making it raised, and
  * nothing may be looked up meanwhile. */

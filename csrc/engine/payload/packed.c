@@ -44,40 +44,26 @@ static int judge(gck_packing *p, gck_input *in)
 
 int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter)
 {
-    PyObject *nbytes = PyObject_GetAttr(x, py->names.nbytes);
+    const int64_t nbytes = gck_as_int64(PyObject_GetAttr(x, py->names.nbytes));
 
-    *counter += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
-    Py_XDECREF(nbytes);
+    *counter += nbytes > 0 ? nbytes : 0;
     return PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
 /* 1 when a tensor that stays uncompressed for this reason could have been compressed. */
 static int could_be_compressed(int reason) { return reason != GCK_SKIP_NO_GRAD && reason != GCK_SKIP_LEAF; }
 
+void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason, int by)
+{
+    state->stats.uncompressed[reason] += by;
+    state->stats.eligible += could_be_compressed(reason) ? by : 0;
+    state->stats.uncompressed_bytes += could_be_compressed(reason) ? by * nbytes : 0;
+}
+
 int gck_count_uncompressed(gck_state *state, PyObject *x, int reason)
 {
-    gck_stats *s = &state->stats;
-
-    s->uncompressed[reason]++;
-    if (!could_be_compressed(reason)) {
-        return 0;
-    }
-    s->eligible++;
-    return gck_count_bytes(&state->py, x, &s->uncompressed_bytes);
-}
-
-void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason)
-{
-    state->stats.uncompressed[reason]++;
-    state->stats.eligible += could_be_compressed(reason);
-    state->stats.uncompressed_bytes += could_be_compressed(reason) ? nbytes : 0;
-}
-
-void gck_uncount_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason)
-{
-    state->stats.uncompressed[reason]--;
-    state->stats.eligible -= could_be_compressed(reason);
-    state->stats.uncompressed_bytes -= could_be_compressed(reason) ? nbytes : 0;
+    gck_count_uncompressed_bytes(state, 0, reason, 1);
+    return could_be_compressed(reason) ? gck_count_bytes(&state->py, x, &state->stats.uncompressed_bytes) : 0;
 }
 
 /* Store in *forward what the forward gets in place of x.  0 or -1. */

@@ -71,9 +71,8 @@ int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter);
 /* Count in stats() that x stays uncompressed for this reason.  0 or -1. */
 int gck_count_uncompressed(gck_state *state, PyObject *x, int reason);
 
-/* The same for a tensor of known size; and take that back. */
-void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason);
-void gck_uncount_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason);
+/* The same for a tensor of known size (by 1); take that back (-1). */
+void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason, int by);
 
 int  gck_packed_traverse(gck_packed *entry, visitproc visit, void *arg);
 void gck_packed_clear(gck_packed *entry);

@@ -148,11 +148,10 @@ int gck_remember(PyObject *known, PyObject *x)
 
 /* Replace each value of the dict that is not a `kind` by kind(value), and a plain OrderedDict by
  * its subclass `type`, which does the same with later values.  No other thread runs in between. */
-PyObject *gck_guard_hooks(PyObject *module, PyObject *args)
+PyObject *gck_guard_hooks(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *hooks, *type, *kind, *items, *key, *hook;
 
-    (void)module;
     if (!PyArg_ParseTuple(args, "O!O!O:guard_hooks", &PyDict_Type, &hooks, &PyType_Type, &type, &kind)) {
         return NULL;
     }

@@ -12,16 +12,13 @@
 /* Recomputes in progress on this thread: a fact about a thread, which no object holds. */
 static _Thread_local int depth;
 
-PyObject *gck_is_recomputing(PyObject *module, PyObject *unused)
+PyObject *gck_is_recomputing(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module;
-    (void)unused;
     return PyBool_FromLong(depth > 0);
 }
 
-PyObject *gck_forget_types(PyObject *module, PyObject *unused)
+PyObject *gck_forget_types(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     PyDict_Clear(gck_state_of(module)->stateless);
     Py_RETURN_NONE;
 }

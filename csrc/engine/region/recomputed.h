@@ -21,9 +21,8 @@ typedef struct {
     Py_ssize_t      counter;       /* tensors packed by the recompute so far             */
     Py_ssize_t      left;          /* values not handed out yet                          */
     Py_ssize_t      size;          /* slots when the table was made: a region may record more */
-    PyObject      **values;        /* `size`; NULL: absent or handed out; malloc         */
-    int64_t        *versions;      /* `size`: of the values when they were packed, or a gck_packed_version; malloc */
-    unsigned char  *handed;        /* `size`                                             */
+    /* `size`: the value, NULL: absent or handed out; its version when it was packed, or a gck_packed_version; malloc */
+    struct { PyObject *value; int64_t version; int handed; } *slots;
 } gck_recomputed;
 
 /* The tables of one frame. */

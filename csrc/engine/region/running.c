@@ -119,12 +119,11 @@ static int receiving(const gck_state *state, const gck_running **r)
 
 /* (the region's calls, replay, preserve_rng_state, approximate, tensors saved so far, pack, unpack), the hooks None
  * for a region that is one node.  The hooks hold the frame, or the recompute. */
-PyObject *gck_running_region(PyObject *module, PyObject *unused)
+PyObject *gck_running_region(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const gck_running *r;
     PyObject *pack, *unpack, *result = NULL;
 
-    (void)unused;
     if (receiving(gck_state_of(module), &r) < 0) {
         return NULL;
     }
@@ -179,14 +178,13 @@ PyObject *gck_is_name_wanted(PyObject *module, PyObject *match)
 /* The pair of hooks that sees what the innermost region keeps for backward: hooks that its function
  * has pushed, else those around it; None.  Those of another region do not count: what is kept stays,
  * also where that region runs again. */
-PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
+PyObject *gck_hooks_around_region(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const gck_state *state = gck_state_of(module);
     gck_hooks_owner owner;
     PyObject *self, *found = innermost != NULL && innermost->hooks != NULL
         ? gck_hooks_beneath(state, innermost->hooks->pack, &owner) : gck_innermost_hooks(state, &owner, &self);
 
-    (void)unused;
     if (found != NULL && (owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION)) {
         Py_DECREF(found);
         Py_RETURN_NONE;
@@ -194,9 +192,8 @@ PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
     return found;
 }
 
-PyObject *gck_cpu_rng_state(PyObject *module, PyObject *unused)
+PyObject *gck_cpu_rng_state(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return gck_rng_stash(&gck_state_of(module)->py.rng);
 }
 

@@ -129,16 +129,10 @@ static int call_hidden(gck_samples *s, const char *method, PyObject *args)
     return status;
 }
 
-int gck_samples_saved(gck_samples *s, Py_ssize_t slot, PyObject *x)
+int gck_samples_note(gck_samples *s, const char *method, Py_ssize_t slot, PyObject *x)
 {
     return s->taken == NULL || !gck_is_plain_tensor(&s->state->py, x)
-        ? 0 : call_hidden(s, "note_saved", Py_BuildValue("(nO)", slot, x));
-}
-
-int gck_samples_restored(gck_samples *s, Py_ssize_t slot, PyObject *x)
-{
-    return s->taken == NULL || !gck_is_plain_tensor(&s->state->py, x)
-        ? 0 : call_hidden(s, "note_restored", Py_BuildValue("(nO)", slot, x));
+        ? 0 : call_hidden(s, method, Py_BuildValue("(nO)", slot, x));
 }
 
 /* End the samples of a kind; if it is not judged, another region of the kind takes some.  The index may be of a

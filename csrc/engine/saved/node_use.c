@@ -42,15 +42,11 @@ static int shared_size(gck_state *state, PyObject *node, const gck_saved_row *ro
     if (ndim >= 2 && row->family == GCK_CONVOLUTION) {           /* of a weight: what one result comes from */
         *size = strcmp(row->argument, "weight") == 0 ? 1 : INT64_MAX;
         for (Py_ssize_t d = 1; *size < INT64_MAX && d < ndim; d++) {
-            PyObject *each = PySequence_GetItem(shape, d);
-            *size *= each != NULL ? PyLong_AsLongLong(each) : 0;
-            Py_XDECREF(each);
+            *size *= gck_as_int64(PySequence_GetItem(shape, d));
         }
     } else if (ndim >= 2) {
         const int second = row->argument[0] > '9' && row->argument[length - 1] == '2';     /* mat2, of a product */
-        PyObject *each = PySequence_GetItem(shape, second ? ndim - 2 : ndim - 1);
-        *size = each != NULL ? PyLong_AsLongLong(each) : -1;
-        Py_XDECREF(each);
+        *size = gck_as_int64(PySequence_GetItem(shape, second ? ndim - 2 : ndim - 1));
     }
     Py_XDECREF(shape);
     return PyErr_Occurred() ? gck_clear_refusal() : 0;

@@ -12,9 +12,7 @@ int64_t gck_product_of(PyObject *sizes)
     int64_t result = n < 0 ? -1 : 1;
 
     for (Py_ssize_t i = 0; i < n && result >= 0; i++) {
-        PyObject *size = PySequence_GetItem(sizes, i);
-        const int64_t value = size != NULL ? PyLong_AsLongLong(size) : -1;
-        Py_XDECREF(size);
+        const int64_t value = gck_as_int64(PySequence_GetItem(sizes, i));
         result = value < 0 ? -1 : result * value;
     }
     Py_XDECREF(sizes);

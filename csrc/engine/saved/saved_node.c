@@ -401,20 +401,15 @@ PyObject *gck_node_of(gck_state *state, gck_input *in)
 
 /* ---- for the documentation ---- */
 
-PyObject *gck_saved_roles(PyObject *module, PyObject *unused)
+PyObject *gck_saved_roles(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    int status = list == NULL ? -1 : 0;
 
-    (void)module, (void)unused;
-    for (int i = 0; status == 0 && i < NROWS; i++) {
+    for (int i = 0; list != NULL && i < NROWS; i++) {
         const gck_saved_row *row = &rows[i];
-        status = gck_append(list, Py_BuildValue("(sszs)", row->node, row->argument,
-                                                row->family < GCK_NFAMILIES ? families[row->family] : NULL,
-                                                texts[row->role]));
-    }
-    if (status < 0) {
-        Py_CLEAR(list);
+        gck_add_item(&list, Py_BuildValue("(sszs)", row->node, row->argument,
+                                          row->family < GCK_NFAMILIES ? families[row->family] : NULL,
+                                          texts[row->role]));
     }
     return list;
 }
@@ -448,25 +443,20 @@ static const char *const kind_names[] = {
 static PyObject *rows_of(int first)
 {
     PyObject *list = PyList_New(0);
-    int status = list == NULL ? -1 : 0;
 
-    for (int i = first; status == 0 && i < NROWS && strcmp(rows[i].node, rows[first].node) == 0; i++) {
-        status = gck_append(list, Py_BuildValue("(ssz)", rows[i].argument, role_names[rows[i].role],
-                                                rows[i].family < GCK_NFAMILIES ? families[rows[i].family] : NULL));
-    }
-    if (status < 0) {
-        Py_CLEAR(list);
+    for (int i = first; list != NULL && i < NROWS && strcmp(rows[i].node, rows[first].node) == 0; i++) {
+        gck_add_item(&list, Py_BuildValue("(ssz)", rows[i].argument, role_names[rows[i].role],
+                                          rows[i].family < GCK_NFAMILIES ? families[rows[i].family] : NULL));
     }
     return list;
 }
 
-PyObject *gck_saved_nodes(PyObject *module, PyObject *unused)
+PyObject *gck_saved_nodes(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     gck_state *state = PyModule_GetState(module);
     PyObject *found, *name, *number;
     Py_ssize_t at = 0;
 
-    (void)unused;
     if (state->node_names == NULL && learn_names(state) < 0) {
         return NULL;
     }

@@ -24,11 +24,7 @@ static int look(gck_state *state, const gck_input *in, gck_tensor *view)
 /* An int among a node's attributes; -1 with an exception. */
 static int64_t int_of(PyObject *node, const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(node, name);
-    const int64_t number = value != NULL ? PyLong_AsLongLong(value) : -1;
-
-    Py_XDECREF(value);
-    return number;
+    return gck_as_int64(PyObject_GetAttrString(node, name));
 }
 
 /* 1 when a factor has as many values as the product.  Of an expanded one only one value counts. */

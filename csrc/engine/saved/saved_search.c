@@ -59,15 +59,8 @@ static int push(search *s, visit next)
     if (next.number < 0 || next.number == INT64_MAX || next.number <= s->latest - GCK_WAITING_NODES) {
         return next.number < 0 ? -1 : 0;
     }
-    if (s->n == s->room) {
-        const Py_ssize_t room = s->room > 0 ? 2 * s->room : 32;
-        visit *heap = realloc(s->heap, (size_t)room * sizeof *heap);
-        if (heap == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        s->heap = heap;
-        s->room = room;
+    if (gck_make_room(&s->heap, s->n, &s->room, sizeof *s->heap) < 0) {
+        return -1;
     }
     Py_INCREF(next.node);
     s->heap[s->n++] = next;

@@ -17,7 +17,7 @@
 static void uncount(const gck_saved_tensor *saved, int64_t nbytes, int reason)
 {
     if (saved->epoch == saved->state->epoch) {
-        gck_uncount_uncompressed_bytes(saved->state, nbytes, reason);
+        gck_count_uncompressed_bytes(saved->state, nbytes, reason, -1);
     }
 }
 
@@ -94,11 +94,6 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
     Py_DECREF((PyObject *)saved);
     gck_input_clear(&in);
     return status;
-}
-
-int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on)
-{
-    return gck_saved_waiting_settle(saved, NULL, 0, go_on, NULL);
 }
 
 /* ---- what Functions save ---- */

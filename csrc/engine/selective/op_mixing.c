@@ -8,11 +8,7 @@
 
 int gck_op_mixing_of(const gck_py *py, PyObject *op)
 {
-    PyObject *answer = PyObject_CallFunctionObjArgs(py->call.mixing_of, op, NULL);
-    const long mixing = answer != NULL ? PyLong_AsLong(answer) : -1;
-
-    Py_XDECREF(answer);
-    return (int)mixing;
+    return (int)gck_as_int64(PyObject_CallFunctionObjArgs(py->call.mixing_of, op, NULL));
 }
 
 int gck_op_mixes(const gck_op_storage *store, const gck_op_rule *rule)

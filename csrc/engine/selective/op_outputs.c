@@ -20,38 +20,27 @@
 
 /* ---- what is kept of one output ---- */
 
-static int kept_traverse(PyObject *self, visitproc visit, void *arg)
+#define OF(field) offsetof(gck_op_output, field)
+static const gck_owned kept_owned[] = {OF(val), OF(unpack), OF(form), OF(others), OF(copy), 0};
+#undef OF
+
+static int kept_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(((gck_op_output *)self)->val);
-    Py_VISIT(((gck_op_output *)self)->unpack);
-    Py_VISIT(((gck_op_output *)self)->form);
-    Py_VISIT(((gck_op_output *)self)->others);
-    Py_VISIT(((gck_op_output *)self)->copy);
-    return 0;
+    return gck_object_visit(op, kept_owned, visit, arg);
 }
 
-static int kept_clear(PyObject *self)
-{
-    Py_CLEAR(((gck_op_output *)self)->val);
-    Py_CLEAR(((gck_op_output *)self)->unpack);
-    Py_CLEAR(((gck_op_output *)self)->form);
-    Py_CLEAR(((gck_op_output *)self)->others);
-    Py_CLEAR(((gck_op_output *)self)->copy);
-    return 0;
-}
+static int kept_clear(PyObject *op) { return gck_owned_clear(op, kept_owned); }
 
-static void kept_dealloc(PyObject *self)
+static void kept_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(self);
+    const gck_op_output *self = (gck_op_output *)op;
 
-    PyObject_GC_UnTrack(self);
-    if (((gck_op_output *)self)->counted_in != NULL) {
-        gck_count_replay(((gck_op_output *)self)->counted_in, -((gck_op_output *)self)->counted);
+    PyObject_GC_UnTrack(op);
+    if (self->counted_in != NULL) {
+        gck_count_replay(self->counted_in, -self->counted);
     }
-    kept_clear(self);
-    PyObject_GC_Del(self);
-    Py_DECREF(type);
+    kept_clear(op);
+    gck_object_free(op);
 }
 
 static PyMemberDef kept_members[] = {
@@ -319,7 +308,7 @@ static PyObject *counted(gck_op_storage *store, PyObject *entry, int64_t nbytes)
 }
 
 /* A copy of a discrete output; bool as bits. */
-static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *unused)
+static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *Py_UNUSED(unused))
 {
     gck_state *state = store->state;
     const gck_codec *bits = gck_codec_find("mask");
@@ -329,7 +318,6 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *un
     int64_t nbytes = 0;
     int reason;
 
-    (void)unused;
     if (tensor <= 0) {
         return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), -1);
     }
@@ -361,9 +349,7 @@ static PyObject *map(gck_op_storage *store, PyObject *x, const gck_plan *plan, i
     list = PyList_New(0);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
         PyObject *item = PySequence_GetItem(x, i);
-        if (item == NULL || gck_append(list, map(store, item, tuple && i > 0 ? NULL : plan, f)) < 0) {
-            Py_CLEAR(list);
-        }
+        gck_add_item(&list, item != NULL ? map(store, item, tuple && i > 0 ? NULL : plan, f) : NULL);
         Py_XDECREF(item);
     }
     return tuple ? gck_as_tuple(list) : list;
@@ -454,13 +440,12 @@ static PyObject *fresh(gck_op_storage *store, gck_op_output *kept)
     return alias;
 }
 
-static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *unused)
+static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *Py_UNUSED(unused))
 {
     gck_op_output *kept = (gck_op_output *)x;
     const gck_py *py = &store->state->py;
     int64_t now;
 
-    (void)unused;
     if (Py_TYPE(x) != store->state->OpOutput) {
         return PyErr_Format(PyExc_TypeError,
                             "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", x);

@@ -117,12 +117,11 @@ static int each_touched(gck_state *state, PyObject *x, touched_visitor *visit, P
 }
 
 /* Copy a kept output before it is written into.  0 or -1. */
-static int copy(const gck_py *py, gck_op_output *kept, PyObject *unused)
+static int copy(const gck_py *py, gck_op_output *kept, PyObject *Py_UNUSED(unused))
 {
     const int same = kept->copy == NULL ? gck_op_output_unwritten(py, kept) : 1;
     PyObject *made, *old;
 
-    (void)unused;
     kept->written |= same == 0;
     if (same < 0 || kept->copy != NULL || kept->written) {
         return same < 0 ? -1 : 0;

@@ -95,9 +95,8 @@ static int replay_discrete_around(const gck_state *state)
     return replay_discrete;
 }
 
-PyObject *gck_replays_discrete_py(PyObject *module, PyObject *unused)
+PyObject *gck_replays_discrete_py(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyBool_FromLong(replay_discrete_around(gck_state_of(module)) > 0);
 }
 

@@ -333,8 +333,7 @@ PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
     Py_RETURN_NONE;
 }
 
-PyObject *gck_selective_key(PyObject *module, PyObject *unused)
+PyObject *gck_selective_key(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return Py_NewRef(gck_state_of(module)->py.key);
 }
