@@ -28,6 +28,21 @@ PyObject *gck_item(PyObject *x, Py_ssize_t i)
     return PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
 }
 
+int gck_each_item(PyObject *x, int (*visit)(void *with, PyObject *item), void *with)
+{
+    int result = 0;
+
+    if (!PyTuple_Check(x) && !PyList_Check(x)) {
+        return visit(with, x);
+    }
+    for (Py_ssize_t i = 0; result == 0 && i < gck_items(x); i++) {
+        PyObject *item = Py_NewRef(gck_item(x, i));
+        result = gck_each_item(item, visit, with);
+        Py_DECREF(item);
+    }
+    return result;
+}
+
 int gck_append(PyObject *list, PyObject *item)
 {
     const int status = item == NULL ? -1 : PyList_Append(list, item);

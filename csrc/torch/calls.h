@@ -20,6 +20,10 @@ int gck_ask(PyObject *getter);
 Py_ssize_t gck_items(PyObject *x);
 PyObject *gck_item(PyObject *x, Py_ssize_t i);
 
+/* visit(with, item) for x, or for each item of a tuple or a list, however deep, which is held meanwhile, until one
+ * returns another result than 0: that, or 0. */
+int gck_each_item(PyObject *x, int (*visit)(void *with, PyObject *item), void *with);
+
 /* Append an item, taken over, to a list; NULL: making it raised.  0, or -1 with the exception. */
 int gck_append(PyObject *list, PyObject *item);
 

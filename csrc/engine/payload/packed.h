@@ -38,7 +38,7 @@ typedef struct {
     int        outer;            /* outer saved-tensor hooks are active, and payloads go through them */
     int        payloads;         /* out: the number of entries that became payloads               */
     gck_batch *batch;            /* where encoding may be deferred                                */
-    gck_input_aliasing aliases;  /* out, with a codec: the tensors; the caller clears it          */
+    PyObject  *aliases;          /* out, with a codec: the rows of input_aliasing.h; the caller's */
     PyObject  *inputs;           /* list, out: tensors, which become inputs of a node and are checked
                                     against their versions; NULL: the region is no node           */
     int        nested;           /* the same for tensors in containers                            */

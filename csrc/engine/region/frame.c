@@ -28,7 +28,8 @@ gck_op_storage *gck_frame_store(const gck_frame *frame)
     return of_contexts != NULL ? of_contexts : frame->store;
 }
 
-PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
+/* New reference: a Holder for the next slot; remembers x's metadata. */
+static PyObject *add_slot(gck_frame *frame, PyObject *x)
 {
     const gck_py *py = &frame->state->py;
     gck_holder *holder = NULL;
@@ -65,12 +66,10 @@ int gck_frame_remember(gck_frame *frame, const gck_run *run)
 {
     frame->layouts = run->layouts;
     for (int i = 0; i < run->n; i++) {
-        PyObject *old = frame->originals[i];
+        Py_CLEAR(frame->originals[i]);           /* of a node's forward that was called twice */
         if ((frame->originals[i] = PyWeakref_NewRef(run->given[i], NULL)) == NULL) {
-            Py_XDECREF(old);
             return -1;
         }
-        Py_XDECREF(old);
     }
     return 0;
 }
@@ -136,18 +135,6 @@ static int frame_clear(PyObject *op)
     return gck_owned_clear(op, frame_owned);
 }
 
-/* Count a region that no backward has met: one that saved nothing had no need of it. */
-static void count_unmet(const gck_frame *frame)
-{
-    gck_stats *s = &frame->state->stats;
-
-    if (frame->phase == GCK_SAVED_PHASE && frame->nslots == 0) {
-        s->regions_met++;
-    } else {
-        s->regions_dropped++;
-    }
-}
-
 static void frame_dealloc(PyObject *op)
 {
     gck_frame *frame = (gck_frame *)op;
@@ -159,8 +146,10 @@ static void frame_dealloc(PyObject *op)
             frame->slots[i].holder->frame = NULL;
         }
     }
-    if (gck_frame_is_unmet(frame)) {
-        count_unmet(frame);
+    if (gck_frame_is_unmet(frame)) {             /* one that saved nothing had no need of a backward */
+        const int met = frame->phase == GCK_SAVED_PHASE && frame->nslots == 0;
+        frame->state->stats.regions_met += met;
+        frame->state->stats.regions_dropped += !met;
     }
     frame_clear(op);
     free(frame->slots);
@@ -172,7 +161,7 @@ static PyObject *frame_call(PyObject *self, PyObject *args, PyObject *Py_UNUSED(
 {
     PyObject *x;
 
-    return PyArg_ParseTuple(args, "O:pack", &x) ? (PyObject *)gck_frame_add((gck_frame *)self, x) : NULL;
+    return PyArg_ParseTuple(args, "O:pack", &x) ? add_slot((gck_frame *)self, x) : NULL;
 }
 
 static PyType_Slot frame_slots[] = {

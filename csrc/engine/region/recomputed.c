@@ -16,30 +16,14 @@ enum {
 
 /* ---- frames that have tables: a list in the state ---- */
 
-static void list(gck_recomputed_tables *tables)
+static void unlist(const gck_recomputed_tables *tables)
 {
-    gck_state *state = tables->state;
+    gck_recomputed_tables **link = &tables->state->with_recomputed;
 
-    if (tables->previous == NULL) {
-        tables->next = state->with_recomputed;
-        tables->previous = &state->with_recomputed;
-        if (tables->next != NULL) {
-            tables->next->previous = &tables->next;
-        }
-        state->with_recomputed = tables;
+    while (*link != tables) {                    /* soon: the latest come first, and end first */
+        link = &(*link)->next;
     }
-}
-
-static void unlist(gck_recomputed_tables *tables)
-{
-    if (tables->previous != NULL) {
-        *tables->previous = tables->next;
-        if (tables->next != NULL) {
-            tables->next->previous = tables->previous;
-        }
-        tables->previous = NULL;
-        tables->next = NULL;
-    }
+    *link = tables->next;
 }
 
 /* ---- tables ---- */
@@ -248,8 +232,11 @@ gck_recomputed *gck_recomputed_new(gck_recomputed_tables *tables, Py_ssize_t siz
     table->group = Py_XNewRef(group);
     table->phase = GCK_RESTORING;
     table->thread = PyThread_get_thread_ident();
+    if (tables->n == 0) {
+        tables->next = tables->state->with_recomputed;
+        tables->state->with_recomputed = tables;
+    }
     tables->table[tables->n++] = table;
-    list(tables);
     table->watched = group == NULL && task >= 0 ? watch_task(tables->state, task) : 0;
     if (table->watched < 0) {
         gck_recomputed_free(tables, table);

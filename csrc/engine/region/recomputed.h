@@ -31,7 +31,6 @@ typedef struct gck_recomputed_tables {
     gck_recomputed **table;                   /* n; malloc                                          */
     Py_ssize_t       n;
     struct gck_recomputed_tables *next;       /* borrowed: in the state's list while there are tables */
-    struct gck_recomputed_tables **previous;  /* the pointer to this there; NULL: not in the list   */
 } gck_recomputed_tables;
 
 /* Borrowed; NULL when there is none for this key. */

@@ -60,16 +60,6 @@ static int begin(gck_frame *frame, gck_packing *packing)
     return 0;
 }
 
-/* Keep the region's discrete outputs, in the store of its contexts where these are ours.
- * 0 or -1. */
-static int decide(gck_frame *frame)
-{
-    gck_op_storage *store = gck_frame_store(frame);
-
-    return gck_region_replays_discrete(frame->state, frame->replay_discrete, frame->approximate,
-                                       store != NULL ? &store : &frame->store);
-}
-
 /* Make entries for all arguments, and what the forward gets.  0 or -1. */
 static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs,
                           PyObject *kwargs, PyObject **fed_args, PyObject **fed_kwargs)
@@ -147,11 +137,13 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (packing->payloads > 0 && packing->plan.replay_discrete > frame->replay_discrete) {
         frame->replay_discrete = packing->plan.replay_discrete;
     }
-    if (decide(frame) < 0) {
+    gck_op_storage *store = gck_frame_store(frame);      /* that of its contexts, where these are ours */
+    if (gck_region_replays_discrete(state, frame->replay_discrete, frame->approximate,
+                                    store != NULL ? &store : &frame->store) < 0) {
         return -1;
     }
-    if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.fake_quantize)) {
-        gck_input_aliasing_clear(&packing->aliases);    /* the function may free what it takes out of a list */
+    if (packing->payloads == 0 || (PyList_Size(packing->aliases) == 1 && !packing->plan.fake_quantize)) {
+        Py_CLEAR(packing->aliases);    /* the function may free what it takes out of a list */
     }
     if (gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0
         || gck_count_random(state, frame->ambient.cpu_rng, &frame->random_bytes) < 0) {

@@ -95,7 +95,7 @@ static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyOb
         status = tuple != NULL && save != NULL ? gck_done(PyObject_Call(save, tuple, NULL)) : -1;
     }
     Py_CLEAR(frame->ambient.device);             /* torch's reentrant form does not enter it again */
-    gck_input_aliasing_clear(&packing.aliases);
+    Py_CLEAR(packing.aliases);
     Py_XDECREF(inputs);
     Py_XDECREF(tuple);
     Py_XDECREF(save);
@@ -166,12 +166,12 @@ static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *const *a
     if (head != NULL && PyList_SetSlice(inputs, 0, 0, head) == 0 && (all = PyList_AsTuple(inputs)) != NULL) {
         result = PyObject_Call(frame->state->selective_apply, all, NULL);
     }
-    if (result != NULL && gck_input_aliasing_check(&packing->aliases, py) < 0) {
+    if (result != NULL && gck_input_aliasing_check(packing->aliases, py) < 0) {
         Py_CLEAR(result);
     }
 
 exit:
-    gck_input_aliasing_clear(&packing->aliases);
+    Py_CLEAR(packing->aliases);
     Py_XDECREF(inputs);
     Py_XDECREF(fed_args);
     Py_XDECREF(fed_kwargs);

@@ -119,7 +119,10 @@ static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
     if (gck_done(PyObject_CallFunction(state->py.call.check_leaves, "OOO", frame->function, roots, targets)) < 0) {
         return -1;
     }
-    return module ? gck_remember(state->closed, frame->function) : 0;
+    if (module) {
+        gck_remember(state->closed, frame->function);
+    }
+    return 0;
 }
 
 /* 1 when one of them has, or had, a hook; 0; -1. */

@@ -23,11 +23,12 @@ static int comes_from_many(gck_state *state, PyObject *node, PyObject *edge)
     return from < 0 ? -1 : from >= MANY * own;
 }
 
-/* The size that the argument of this name shares with the other factor, in *size; INT64_MAX: not known.  0 or -1. */
-static int shared_size(gck_state *state, PyObject *node, const gck_saved_row *row, PyObject *attribute, int64_t *size)
+/* The size that the argument of row n shares with the other factor, in *size; INT64_MAX: not known.  0 or -1. */
+static int shared_size(gck_state *state, PyObject *node, int kind, int n, int64_t *size)
 {
+    const gck_saved_row *row = gck_saved_row_of(kind, n);
     const size_t length = strlen(row->argument);
-    gck_saved_tensor *saved = gck_node_saved(state, node, row, attribute);
+    gck_saved_tensor *saved = gck_node_saved(state, node, kind, n);
     PyObject *shape;
     Py_ssize_t ndim;
 
@@ -55,14 +56,11 @@ static int shared_size(gck_state *state, PyObject *node, const gck_saved_row *ro
 /* 1 when each value of this product of matrices, or convolution, comes from a few values; 0; -1. */
 static int is_narrow(gck_state *state, PyObject *node, int kind)
 {
-    PyObject *attribute;
-    const gck_saved_row *row, *first = gck_saved_row_of(state, kind, &attribute);
     int64_t size;
     int narrow = 0;
 
-    for (int i = kind; state->nodes_tell && narrow == 0 && (row = gck_saved_row_of(state, i, &attribute)) != NULL
-                       && strcmp(row->node, first->node) == 0; i++) {
-        narrow = shared_size(state, node, row, attribute, &size) < 0 ? -1 : size < MANY;
+    for (int n = 0; state->nodes_tell && narrow == 0 && gck_saved_row_of(kind, n) != NULL; n++) {
+        narrow = shared_size(state, node, kind, n, &size) < 0 ? -1 : size < MANY;
     }
     return narrow;
 }
@@ -78,8 +76,7 @@ static int is_added(const gck_saved_row *row, Py_ssize_t index)
 /* The same of a node that has rows. */
 static int behind_row(gck_state *state, PyObject *node, int kind, PyObject *edge, Py_ssize_t index, gck_use above)
 {
-    PyObject *attribute;
-    const gck_saved_row *row = gck_saved_row_of(state, kind, &attribute);
+    const gck_saved_row *row = gck_saved_row_of(kind, 0);
     double exponent;
     int real;
 
@@ -106,13 +103,11 @@ static int behind_row(gck_state *state, PyObject *node, int kind, PyObject *edge
     }
 }
 
-int gck_node_may_amplify(gck_state *state, int kind)
+int gck_node_may_amplify(int kind)
 {
-    PyObject *attribute;
-
     return kind == GCK_NODE_OTHER || kind == GCK_NODE_PEAK || kind == GCK_NODE_NORM
         || (kind <= GCK_NODE_POLE && kind >= GCK_NODE_POLE_2)
-        || (kind >= 0 && gck_saved_row_of(state, kind, &attribute)->role == GCK_ROLE_POWER);
+        || (kind >= 0 && gck_saved_row_of(kind, 0)->role == GCK_ROLE_POWER);
 }
 
 int gck_use_behind(gck_state *state, PyObject *node, int kind, PyObject *edge, Py_ssize_t index, gck_use above)
@@ -155,8 +150,7 @@ static int has_weight(gck_state *state, PyObject *node)
 
 int gck_use_matters(gck_state *state, PyObject *node, int kind)
 {
-    PyObject *attribute;
-    const gck_saved_row *row = kind >= 0 ? gck_saved_row_of(state, kind, &attribute) : NULL;
+    const gck_saved_row *row = gck_saved_row_of(kind, 0);
 
     switch (row != NULL ? (int)row->family : -1) {
     case GCK_PRODUCT:
@@ -181,10 +175,9 @@ typedef struct { int64_t numel; int left; } walk;
 static int is_steep_by(gck_state *state, PyObject *node, int kind, Py_ssize_t index)
 {
     double exponent;
-    PyObject *attribute;
     int real;
 
-    if (kind >= 0 && gck_saved_row_of(state, kind, &attribute)->role == GCK_ROLE_POWER) {
+    if (kind >= 0 && gck_saved_row_of(kind, 0)->role == GCK_ROLE_POWER) {
         real = gck_node_exponent(&state->py, node, &exponent);
         return real <= 0 ? real : exponent < 1;
     }
@@ -195,8 +188,8 @@ static int is_steep_by(gck_state *state, PyObject *node, int kind, Py_ssize_t in
 /* 1 when something steep made this node's result, value by value; 0; -1. */
 static int is_steep(gck_state *state, PyObject *node, int kind, walk *w)
 {
-    PyObject *attribute, *edges = PyObject_GetAttr(node, state->py.names.next_functions);
-    const gck_family family = kind >= 0 ? gck_saved_row_of(state, kind, &attribute)->family : GCK_NFAMILIES;
+    PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
+    const gck_family family = kind >= 0 ? gck_saved_row_of(kind, 0)->family : GCK_NFAMILIES;
     const int passes = kind == GCK_NODE_VIEW || kind == GCK_NODE_PLAIN || kind == GCK_NODE_PEAK
                     || family == GCK_PRODUCT || family == GCK_ACTIVATION || (kind >= 0 && family == GCK_SIGN)
                     || (kind <= GCK_NODE_POLE && kind >= GCK_NODE_POLE_2);
@@ -222,10 +215,9 @@ static int is_steep(gck_state *state, PyObject *node, int kind, walk *w)
 
 int gck_made_steeply(gck_state *state, PyObject *node, int kind)
 {
-    PyObject *attribute;
     walk w = {.numel = 0, .left = 32};
 
-    if (kind < 0 || gck_saved_row_of(state, kind, &attribute)->role != GCK_ROLE_FACTOR) {
+    if (kind < 0 || gck_saved_row_of(kind, 0)->role != GCK_ROLE_FACTOR) {
         return 0;
     }
     w.numel = gck_node_numel(&state->py, node, 0);

@@ -161,7 +161,7 @@ static gck_saved_hooks *of_thread(gck_saved_hooks *pair)
             made->packing = pair->packing;
             made->formats = pair->formats;
             Py_XINCREF(made->formats.rules);
-            made->place = Py_XNewRef(pair->place);
+            Py_XINCREF(made->packing.plan.place);
             if (pair->waits && (made->waiting = gck_saved_list_of_thread()) == NULL) {
                 Py_CLEAR(made);
             }
@@ -195,7 +195,7 @@ static PyMethodDef pack_of_thread_def = {"pack", pack_of_thread, METH_O,
 
 #define OF(field) offsetof(gck_saved_hooks, field)
 static const gck_owned hooks_owned[] = {
-    OF(outer_pack), OF(outer_unpack), OF(waiting), OF(by_thread), OF(place), OF(formats.rules), 0,
+    OF(outer_pack), OF(outer_unpack), OF(waiting), OF(by_thread), OF(packing.plan.place), OF(formats.rules), 0,
 };
 #undef OF
 
@@ -275,7 +275,6 @@ static gck_saved_hooks *hooks_new(gck_state *state, const asked *what)
         Py_XDECREF(place);
         return NULL;
     }
-    self->place = place;
     self->packing = (gck_packing){.state = state, .plan = plan};
     self->formats = gck_saved_formats_of(plan.codec);
     self->waits = plan.codec->max_error > 0 || PyTuple_Size(what->formats) > 0;

@@ -289,7 +289,7 @@ static int learn_names(gck_state *state)
     SET(poles_2, GCK_NODE_POLE_2)
 #undef SET
     for (int i = 0; status == 0 && (function = gck_function_at(i)) != NULL; i++) {
-        status = set_named(names, function->node, NROWS + i * GCK_FUNCTION_ROWS);
+        status = set_named(names, function->node, NROWS + i);
     }
     if (status == 0 && state->node_names == NULL) {
         state->nodes_tell = PyObject_HasAttrString(state->py.saved_tensor_type, "data");
@@ -304,13 +304,12 @@ static int learn_names(gck_state *state)
 /* The kind of a Function's node, of the name of which the first has this kind; below GCK_NODE_LEAF: an exception. */
 static int kind_of_function(const gck_state *state, PyObject *node, int first)
 {
-    const int index = state->nodes_tell ? gck_function_of(&state->py, node, (first - NROWS) / GCK_FUNCTION_ROWS) : -1;
+    const int index = state->nodes_tell ? gck_function_of(&state->py, node, first - NROWS) : -1;
 
     if (index < 0) {
         return index == -1 ? GCK_NODE_OTHER : GCK_NODE_LEAF - 1;
     }
-    return gck_function_at(index)->rows[0].node != NULL ? NROWS + index * GCK_FUNCTION_ROWS
-                                                        : gck_function_at(index)->kind;
+    return gck_function_at(index)->rows[0].node != NULL ? NROWS + index : gck_function_at(index)->kind;
 }
 
 int gck_node_kind(gck_state *state, PyObject *node)
@@ -343,19 +342,22 @@ int gck_node_kind(gck_state *state, PyObject *node)
 
 const gck_function *gck_node_function(int kind)
 {
-    return kind >= NROWS ? gck_function_at((kind - NROWS) / GCK_FUNCTION_ROWS) : NULL;
+    return kind >= NROWS ? gck_function_at(kind - NROWS) : NULL;
 }
 
-const gck_saved_row *gck_saved_row_of(gck_state *state, int index, PyObject **attribute)
+const gck_saved_row *gck_saved_row_of(int kind, int n)
 {
-    if (index >= NROWS) {
-        const gck_function *function = gck_node_function(index);
-        const gck_saved_row *row = function != NULL ? &function->rows[(index - NROWS) % GCK_FUNCTION_ROWS] : NULL;
-        *attribute = NULL;
-        return row != NULL && row->node != NULL ? row : NULL;
-    }
-    *attribute = PyTuple_GetItem(state->saved_attributes, index);
-    return &rows[index];
+    const gck_function *function = gck_node_function(kind);
+    const int others = function == NULL
+        && (kind < 0 || kind + n >= NROWS || strcmp(rows[kind + n].node, rows[kind].node) != 0);
+    const gck_saved_row *row = others ? NULL : function != NULL ? &function->rows[n] : &rows[kind + n];
+
+    return row != NULL && row->node != NULL ? row : NULL;
+}
+
+PyObject *gck_saved_attribute(const gck_state *state, int kind, int n)
+{
+    return kind < NROWS ? PyTuple_GetItem(state->saved_attributes, kind + n) : NULL;
 }
 
 /* ---- the node of a tensor ---- */
@@ -443,10 +445,11 @@ static const char *const kind_names[] = {
 static PyObject *rows_of(int first)
 {
     PyObject *list = PyList_New(0);
+    const gck_saved_row *row;
 
-    for (int i = first; list != NULL && i < NROWS && strcmp(rows[i].node, rows[first].node) == 0; i++) {
-        gck_add_item(&list, Py_BuildValue("(ssz)", rows[i].argument, role_names[rows[i].role],
-                                          rows[i].family < GCK_NFAMILIES ? families[rows[i].family] : NULL));
+    for (int i = 0; list != NULL && (row = gck_saved_row_of(first, i)) != NULL; i++) {
+        gck_add_item(&list, Py_BuildValue("(ssz)", row->argument, role_names[row->role],
+                                          row->family < GCK_NFAMILIES ? families[row->family] : NULL));
     }
     return list;
 }

@@ -19,8 +19,9 @@ static const char capsule_name[] = "gradckpt.held";
 
 /* ---- letting go ---- */
 
-/* Newest first: each may be what held the one before. */
-void gck_pins_sweep(gck_state *state)
+/* Let go of nodes that nothing else holds, if what used one has been freed; newest first: each may be what held the one
+ * before. */
+static void sweep(gck_state *state)
 {
     gck_pins *pins = &state->pins;
     gck_error error;
@@ -42,7 +43,7 @@ void gck_pins_sweep(gck_state *state)
 
 static int sweep_later(void *state)
 {
-    gck_pins_sweep(state);
+    sweep(state);
     return 0;
 }
 
@@ -131,7 +132,7 @@ static int below(gck_state *state, PyObject *node, int depth)
 
 int gck_pins_looked(gck_state *state, PyObject *node)
 {
-    gck_pins_sweep(state);
+    sweep(state);
     return ++state->looked < GCK_PIN_FROM || below(state, node, DEPTH) != FAILED ? 0 : -1;
 }
 

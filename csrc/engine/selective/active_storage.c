@@ -1,6 +1,16 @@
 /* active_storage.c: the storages that catch operators in each thread. */
 #include "engine/selective/active_storage.h"
 
+gck_active *gck_active_of_thread(gck_active *a)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+
+    while (a != NULL && a->thread != thread) {
+        a = a->outer;
+    }
+    return a;
+}
+
 gck_active *gck_active_here(gck_active *a, unsigned long thread)
 {
     while (a != NULL && (a->thread != thread || a->busy || a->hidden)) {
@@ -11,11 +21,10 @@ gck_active *gck_active_here(gck_active *a, unsigned long thread)
 
 gck_active *gck_active_of(gck_state *state, const PyObject *context)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
-    gck_active *a = state->active;
+    gck_active *a = gck_active_of_thread(state->active);
 
-    while (a != NULL && (a->thread != thread || a->context != context)) {
-        a = a->outer;
+    while (a != NULL && a->context != context) {
+        a = gck_active_of_thread(a->outer);
     }
     return a;
 }

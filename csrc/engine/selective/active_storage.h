@@ -25,6 +25,9 @@ typedef struct gck_active {
     struct gck_active *outer;        /* in the state's list: inner ones first            */
 } gck_active;
 
+/* Borrowed: `a` or the next one around it of this thread; NULL: none. */
+gck_active *gck_active_of_thread(gck_active *a);
+
 /* Borrowed: `a` or the next one around it that sees this thread's operators; NULL: none. */
 gck_active *gck_active_here(gck_active *a, unsigned long thread);
 

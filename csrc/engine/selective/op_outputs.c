@@ -246,52 +246,42 @@ int gck_op_output_unwritten(const gck_py *py, const gck_op_output *kept)
 }
 
 /* As gck_op_output_settle() of one output. */
-static int settle_one(gck_op_storage *store, gck_op_output *kept)
+static int settle_one(void *with, PyObject *x)
 {
+    gck_op_storage *store = with;
     const gck_py *py = &store->state->py;
-    int64_t now = kept->version;
+    gck_op_output *kept = (gck_op_output *)x;
+    int64_t now;
 
-    if ((kept->others == NULL && kept->copy == NULL && !kept->written) || gck_version_of(py, kept->val, &now) < 0) {
-        return PyErr_Occurred() ? -1 : 1;
+    if (Py_TYPE(x) != store->state->OpOutput || (kept->others == NULL && kept->copy == NULL && !kept->written)) {
+        return 0;
     }
-    if (now != kept->version) {                  /* reported where the value is returned */
-        return 1;
+    if (gck_version_of(py, kept->val, &now) < 0 || now != kept->version) {
+        return PyErr_Occurred() ? -1 : 0;        /* reported where the value is returned */
     }
     if (kept->copy != NULL) {
-        return take_copy(store, kept) < 0 ? -1 : 1;
+        return take_copy(store, kept);
     }
-    return kept->written ? 0 : gck_op_output_unwritten(py, kept);
+    const int same = kept->written ? 0 : gck_op_output_unwritten(py, kept);
+    return same < 0 ? -1 : !same;
 }
 
-int gck_op_output_settle(gck_op_storage *store, PyObject *entry)
-{
-    const Py_ssize_t n = gck_items(entry);
-    int same = Py_TYPE(entry) == store->state->OpOutput ? settle_one(store, (gck_op_output *)entry) : 1;
+int gck_op_output_settle(gck_op_storage *store, PyObject *entry) { return gck_each_item(entry, settle_one, store); }
 
-    for (Py_ssize_t i = 0; same > 0 && i < n; i++) {
-        PyObject *item = PySequence_GetItem(entry, i);
-        same = item != NULL ? gck_op_output_settle(store, item) : -1;
-        Py_XDECREF(item);
-    }
-    return same;
+/* As gck_op_output_written() of one output. */
+static int is_written(void *with, PyObject *x)
+{
+    const gck_state *state = with;
+    const gck_op_output *kept = (gck_op_output *)x;
+    int64_t now;
+
+    return Py_TYPE(x) != state->OpOutput || kept->version < 0 ? 0
+         : gck_version_of(&state->py, kept->val, &now) < 0 ? -1 : now != kept->version;
 }
 
 int gck_op_output_written(const gck_op_storage *store, PyObject *entry)
 {
-    const gck_op_output *kept = (gck_op_output *)entry;
-    const Py_ssize_t n = gck_items(entry);
-    int64_t now;
-    int written = 0;
-
-    if (Py_TYPE(entry) == store->state->OpOutput && kept->version >= 0) {
-        written = gck_version_of(&store->state->py, kept->val, &now) < 0 ? -1 : now != kept->version;
-    }
-    for (Py_ssize_t i = 0; written == 0 && i < n; i++) {
-        PyObject *item = PySequence_GetItem(entry, i);
-        written = item != NULL ? gck_op_output_written(store, item) : -1;
-        Py_XDECREF(item);
-    }
-    return written;
+    return gck_each_item(entry, is_written, store->state);
 }
 
 /* Count an entry, which may be NULL, as a discrete output of so many bytes, alive until it is freed. */

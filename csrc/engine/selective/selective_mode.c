@@ -13,6 +13,7 @@
 #include "engine/selective/op_calls.h"
 #include "engine/selective/op_hiding.h"
 #include "engine/selective/op_labels.h"
+#include "engine/selective/op_written.h"
 #include "engine/selective/replay_discrete.h"
 #include "engine/selective/selective.h"
 
@@ -357,14 +358,6 @@ gck_op_storage *gck_context_store(const gck_state *state, PyObject *context)
     return context != NULL && PyObject_TypeCheck(context, state->Context) ? ((gck_context *)context)->store : NULL;
 }
 
-/* Name x under a context.  0 or -1. */
-static int name_in_context(PyObject *context, PyObject *x, PyObject *name)
-{
-    const gck_context *self = (gck_context *)context;
-
-    return self->store == NULL || self->replay ? 0 : gck_op_label(self->store, x, name);
-}
-
 /* gradckpt._C.selective_name(x, name, modes): in regions that catch by key, and in our modes among
  * these. */
 PyObject *gck_selective_name(PyObject *module, PyObject *args)
@@ -378,7 +371,8 @@ PyObject *gck_selective_name(PyObject *module, PyObject *args)
     }
     for (Py_ssize_t i = 0; i < PyList_Size(modes); i++) {
         PyObject *mode = PyList_GetItem(modes, i);
-        if (PyObject_TypeCheck(mode, state->Context) && name_in_context(mode, x, name) < 0) {
+        gck_op_storage *store = gck_context_store(state, mode);
+        if (store != NULL && !((gck_context *)mode)->replay && gck_op_label(store, x, name) < 0) {
             return NULL;
         }
     }
