@@ -40,13 +40,10 @@ PyObject *gck_memory_use_py(PyObject *Py_UNUSED(module), PyObject *args, PyObjec
     }
     Py_END_ALLOW_THREADS
     free(changes);
-    if (status == GCK_OK) {
-        return dict_of(&use, capacity == Py_None, needed);
-    }
     if (status == GCK_E_MEMORY) {
         return PyErr_NoMemory();
     }
-    PyErr_SetString(PyExc_ValueError, "gradckpt: a change is out of range, or its name is used twice; pass (bytes, "
-                                      "name, stream), 0 bytes to release");
-    return NULL;
+    return status == GCK_OK ? dict_of(&use, capacity == Py_None, needed)
+         : PyErr_Format(PyExc_ValueError, "gradckpt: a change is out of range, or its name is used twice; pass (bytes, "
+                          "name, stream), 0 bytes to release");
 }

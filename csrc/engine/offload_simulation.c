@@ -36,13 +36,10 @@ PyObject *gck_simulate_offload_py(PyObject *Py_UNUSED(module), PyObject *args, P
     status = gck_simulate_offload(&step, &found);
     Py_END_ALLOW_THREADS
     free(regions);
-    if (status == GCK_OK) {
-        return dict_of(&found);
-    }
     if (status == GCK_E_MEMORY) {
         return PyErr_NoMemory();
     }
-    PyErr_SetString(PyExc_ValueError, "gradckpt: a number of the step is negative, a rate is 0, or a sum reaches "
-                                      "2**60; pass numbers in range");
-    return NULL;
+    return status == GCK_OK ? dict_of(&found)
+         : PyErr_Format(PyExc_ValueError, "gradckpt: a number of the step is negative, a rate is 0, or a sum reaches "
+                          "2**60; pass numbers in range");
 }

@@ -100,6 +100,16 @@ PyObject *gck_method(PyObject *of, const char *name, PyObject *args)
     return result;
 }
 
+PyObject *gck_optional_attribute(PyObject *x, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(x, name);
+
+    if (value == NULL) {
+        gck_clear_attribute_error();
+    }
+    return value;
+}
+
 int gck_has_attribute(PyObject *x, const char *name)
 {
     PyObject *value = PyObject_GetAttrString(x, name);

@@ -45,6 +45,9 @@ PyObject *gck_as_tuple(PyObject *list);
 /* New reference: the objects as a tuple. */
 PyObject *gck_tuple(PyObject *const *objects, Py_ssize_t n);
 
+/* New reference; NULL without an exception: x has no such attribute. */
+PyObject *gck_optional_attribute(PyObject *x, PyObject *name);
+
 /* 1, 0, -1 with an exception other than AttributeError. */
 int gck_has_attribute(PyObject *x, const char *name);
 

@@ -96,24 +96,17 @@ static int look(gck_py *py, PyObject *x, int depth, found *f)
 static PyObject *module_of(const gck_py *py, PyObject *type)
 {
     PyObject *torch = PyImport_GetModule(py->names.torch);
-    PyObject *module = torch != NULL ? PyObject_GetAttr(torch, type) : NULL;
+    PyObject *module = torch != NULL ? gck_optional_attribute(torch, type) : NULL;
 
     Py_XDECREF(torch);
-    if (module == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-    }
     return module;
 }
 
 static int is_initialized(const gck_py *py, PyObject *module)
 {
-    PyObject *value = PyObject_GetAttr(module, py->names._initialized);
+    PyObject *value = gck_optional_attribute(module, py->names._initialized);
 
-    if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-        return 0;
-    }
-    return gck_is_true(value);
+    return value != NULL || PyErr_Occurred() ? gck_is_true(value) : 0;
 }
 
 int gck_accelerator_initialized(const gck_py *py)
@@ -128,13 +121,10 @@ int gck_accelerator_initialized(const gck_py *py)
 /* New reference: the default generator of a device; NULL without an exception: only Python reaches it. */
 static PyObject *generator_of(const gck_py *py, PyObject *module, int device)
 {
-    PyObject *all = PyObject_GetAttr(module, py->names.default_generators);
+    PyObject *all = gck_optional_attribute(module, py->names.default_generators);
     const int index = gck_device_index(device);
-
-    if (all == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-    }
     PyObject *one = all != NULL && index < gck_items(all) ? Py_NewRef(gck_item(all, index)) : NULL;
+
     Py_XDECREF(all);
     return one;
 }

@@ -171,13 +171,12 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     frame->function = Py_NewRef(o->function);
     frame->once = Py_XNewRef(o->once);
     frame->early_stop = gck_options_overridden(state, state->py.names._enable_checkpoint_early_stop, o->early_stop, 1);
-    if (preserve < 0 || frame->early_stop < 0
-        || gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) < 0
-        || sample(frame, &packing.plan) < 0
-        || (initialized = preserve ? gck_accelerator_initialized(&state->py) : 1) < 0) {
-        goto exit;
+    if (preserve >= 0 && frame->early_stop >= 0
+        && gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) == 0
+        && sample(frame, &packing.plan) == 0
+        && (initialized = preserve ? gck_accelerator_initialized(&state->py) : 1) >= 0) {
+        result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
     }
-    result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
     if (result != NULL
         && ((preserve && check_accelerator(&state->py, initialized) < 0)
             || gck_input_aliasing_check(packing.aliases, &state->py) < 0
@@ -190,8 +189,6 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     if (result != NULL) {
         frame->phase = GCK_SAVED_PHASE;
     }
-
-exit:
     Py_CLEAR(packing.aliases);
     Py_XDECREF(fed_args);
     Py_XDECREF(fed_kwargs);

@@ -135,8 +135,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
             return value;
         }
         Py_DECREF(value);
-        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_more_saved, "i", frame->approximate));
-        return NULL;
+        return PyObject_CallFunction(frame->state->py.call.raise_more_saved, "i", frame->approximate);
     }
     if (frame->slots[index].holder != NULL) {           /* else that part of the graph is already freed */
         table->slots[index].value = Py_NewRef(value);
@@ -234,21 +233,10 @@ static int fill(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
     self->table = table;
     self->origins = origins;
     self->run = NULL;
-    if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) < 0) {
-        goto exit;
+    if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) == 0 && gck_recompute_env_begin(frame, &env) == 0) {
+        result = run_function(frame, self, args, kwargs) < 0 ? -1 : find_overwritten(frame, table);
+        result = gck_recompute_env_end(frame, &env) < 0 ? -1 : result;
     }
-    if (gck_recompute_env_begin(frame, &env) < 0) {
-        goto exit;
-    }
-    result = run_function(frame, self, args, kwargs);
-    if (result == 0) {
-        result = find_overwritten(frame, table);
-    }
-    if (gck_recompute_env_end(frame, &env) < 0) {
-        result = -1;
-    }
-
-exit:
     self->frame = NULL;                          /* the graph of the recompute may outlive the frame */
     self->table = NULL;
     self->origins = NULL;
@@ -413,10 +401,7 @@ static PyObject *take(gck_frame *frame, gck_recomputed *table, Py_ssize_t index)
     PyObject *value = index < table->size ? table->slots[index].value : NULL;
 
     if (value != NULL && table->slots[index].version == GCK_OVERWRITTEN) {      /* as autograd does it */
-        Py_INCREF(value);
-        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_overwritten, "O", value));
-        Py_DECREF(value);
-        return NULL;
+        return PyObject_CallFunction(frame->state->py.call.raise_overwritten, "O", value);
     }
     if (value != NULL) {
         table->slots[index].value = NULL;        /* R4: autograd's reference is the last */
@@ -456,8 +441,8 @@ PyObject *gck_unpack(PyObject *op, PyObject *holder)
     PyObject *value, *error;
 
     if (Py_TYPE(holder) != frame->state->Holder || ((gck_holder *)holder)->frame != frame) {
-        PyErr_SetString(PyExc_TypeError, "gradckpt: unpack was called with something that this region did not pack");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "gradckpt: unpack was called with something that this region did not pack");
     }
     if (frame->args == NULL || frame->function == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; "

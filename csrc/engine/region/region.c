@@ -222,15 +222,6 @@ int gck_region_note_step(gck_state *state)
 
 /* ---- the function ---- */
 
-static PyObject *call_within(gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs, int replay)
-{
-    const gck_py *py = &frame->state->py;
-
-    return PyObject_CallFunction(replay ? py->call.recompute_within : py->call.call_within, "OOOOOO", context,
-                                 frame->function, args, kwargs != NULL ? kwargs : Py_None,
-                                 frame->ambient.device ? frame->ambient.device : Py_None, (PyObject *)frame);
-}
-
 /* 0 with an exception when the look-up failed. */
 static int remat_is_imported(const gck_py *py)
 {
@@ -325,7 +316,9 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
         result = NULL;
     } else {
         result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
-                                 : call_within(frame, context, args, kwargs, replay);
+               : PyObject_CallFunction(replay ? py->call.recompute_within : py->call.call_within, "OOOOOO", context,
+                                       frame->function, args, kwargs != NULL ? kwargs : Py_None,
+                                       frame->ambient.device ? frame->ambient.device : Py_None, (PyObject *)frame);
     }
     if (tokens != NULL && remat_leave(frame, replay, variables, tokens, result) < 0) {
         Py_CLEAR(result);
@@ -368,17 +361,17 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
         gck_running_leave(&here);
         return NULL;
     }
-    const gck_context_run before = gck_context_run_begin(context, &run);
+    const gck_context_run before = gck_context_run_swap((gck_context_run){context, &run});
     if (hooks != NULL) {
         *hooks->run = &run;
     }
-    around = gck_rounding_enter(&rounding);
+    around = gck_rounding_swap(&rounding);
     result = call_hooked(frame, hooks, context, args, kwargs, replay);
-    gck_rounding_leave(around);
+    gck_rounding_swap(around);
     if (hooks != NULL) {
         *hooks->run = NULL;
     }
-    gck_context_run_end(before);
+    gck_context_run_swap(before);
     gck_context_run_forget(frame->state, &run);
     if (gck_op_catching_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);

@@ -30,12 +30,8 @@ static int kind_of(const gck_py *py, PyObject *function, gck_kind *kind)
     } else if ((PyObject *)Py_TYPE(f) == py->MethodType) {
         self = PyObject_GetAttr(f, py->names.__self__);
         kind->of = self != NULL ? Py_NewRef((PyObject *)Py_TYPE(self)) : NULL;
-        kind->method = self != NULL ? PyObject_GetAttr(f, py->names.__code__) : NULL;    /* of its function */
+        kind->method = self != NULL ? gck_optional_attribute(f, py->names.__code__) : NULL;    /* of its function */
         Py_XDECREF(self);
-        if (self != NULL && kind->method == NULL && gck_clear_attribute_error() < 0) {
-            Py_DECREF(f);
-            return -1;
-        }
     } else {
         kind->of = Py_NewRef((PyObject *)Py_TYPE(f));
     }

@@ -238,44 +238,33 @@ const char *gck_family_name(gck_family family) { return families[family]; }
 
 /* ---- kinds ---- */
 
-static int set_kind(PyObject *dict, PyObject *key, int kind)
-{
-    PyObject *value = PyLong_FromLong(kind);
-    const int status = value == NULL ? -1 : PyDict_SetItem(dict, key, value);
-
-    Py_XDECREF(value);
-    return status;
-}
-
-static int set_named(PyObject *dict, const char *name, int kind)
-{
-    PyObject *key = PyUnicode_FromString(name);
-    const int known = key != NULL ? PyDict_Contains(dict, key) : -1;
-    const int status = known != 0 ? (known < 0 ? -1 : 0) : set_kind(dict, key, kind);    /* the first row counts */
-
-    Py_XDECREF(key);
-    return status;
-}
-
 /* Make the dict from names to kinds, and the tuple of the rows' attributes.  The kind of a Function that a Python class
- * defines is that of the first of its name.  0 or -1. */
+ * defines is that of the first of its name, as a row is: both are set from the last on.  0 or -1. */
 static int learn_names(gck_state *state)
 {
-    PyObject *names = PyDict_New(), *attributes = PyTuple_New(NROWS);
-    const gck_function *function;
-    int status = names == NULL || attributes == NULL ? -1 : set_named(names, "AccumulateGrad", GCK_NODE_LEAF);
+    PyObject *names = PyDict_New(), *attributes = PyList_New(0);
+    int n = 0;
 
-    for (int i = 0; status == 0 && i < NROWS; i++) {
+    for (int i = 0; attributes != NULL && i < NROWS; i++) {
         PyObject *attribute = PyUnicode_FromFormat("_raw_saved_%s", rows[i].argument);
-        status = attribute == NULL ? -1 : set_named(names, rows[i].node, i);
         if (attribute != NULL) {
             PyUnicode_InternInPlace(&attribute);
-            PyTuple_SetItem(attributes, i, attribute);
         }
+        gck_add_item(&attributes, attribute);
     }
+    while (gck_function_at(n) != NULL) {
+        n++;
+    }
+    while (n-- > 0) {
+        gck_set_item(&names, gck_function_at(n)->node, PyLong_FromLong(NROWS + n));
+    }
+    for (int i = NROWS - 1; i >= 0; i--) {
+        gck_set_item(&names, rows[i].node, PyLong_FromLong(i));
+    }
+    gck_set_item(&names, "AccumulateGrad", PyLong_FromLong(GCK_NODE_LEAF));
 #define SET(list, kind)                                                                  \
-    for (size_t i = 0; status == 0 && i < sizeof (list) / sizeof (list)[0]; i++) {       \
-        status = set_named(names, (list)[i], kind);                                      \
+    for (size_t i = 0; i < sizeof (list) / sizeof (list)[0]; i++) {                      \
+        gck_set_item(&names, (list)[i], PyLong_FromLong(kind));                          \
     }
     SET(views, GCK_NODE_VIEW)
     SET(plain, GCK_NODE_PLAIN)
@@ -288,14 +277,13 @@ static int learn_names(gck_state *state)
     SET(poles_1, GCK_NODE_POLE_1)
     SET(poles_2, GCK_NODE_POLE_2)
 #undef SET
-    for (int i = 0; status == 0 && (function = gck_function_at(i)) != NULL; i++) {
-        status = set_named(names, function->node, NROWS + i);
-    }
-    if (status == 0 && state->node_names == NULL) {
+    attributes = gck_as_tuple(attributes);
+    if (names != NULL && attributes != NULL && state->node_names == NULL) {
         state->nodes_tell = PyObject_HasAttrString(state->py.saved_tensor_type, "data");
         state->node_names = Py_NewRef(names);
         state->saved_attributes = Py_NewRef(attributes);
     }
+    const int status = names != NULL && attributes != NULL ? 0 : -1;
     Py_XDECREF(names);
     Py_XDECREF(attributes);
     return status;
@@ -334,10 +322,12 @@ int gck_node_kind(gck_state *state, PyObject *node)
         return kind_of_function(state, node, (int)kind);
     }
     /* The types of torch's own nodes are static; one of a Function in Python may die. */
-    if (PyErr_Occurred() || (!gck_is_function(node) && set_kind(state->node_kinds, type, (int)kind) < 0)) {
-        kind = GCK_NODE_LEAF - 1;
+    known = PyErr_Occurred() || gck_is_function(node) ? NULL : PyLong_FromLong(kind);
+    if (known != NULL) {
+        PyDict_SetItem(state->node_kinds, type, known);
+        Py_DECREF(known);
     }
-    return (int)kind;
+    return PyErr_Occurred() ? GCK_NODE_LEAF - 1 : (int)kind;
 }
 
 const gck_function *gck_node_function(int kind)

@@ -138,33 +138,17 @@ int gck_saved_function_settle(gck_state *state, PyObject *node, int exactly, gck
 
 /* ---- the list ---- */
 
-/* The number of the oldest tensor that waits; INT64_MAX: none waits. */
-static int64_t oldest(const gck_saved_list *l)
-{
-    int64_t number = INT64_MAX;
-    int left = l->waits;
-
-    for (int i = l->n - 1; left > 0 && i >= 0; i--) {
-        left -= l->known[i]->hooks != NULL;
-        number = l->known[i]->hooks != NULL ? l->known[i]->number : number;
-    }
-    return number;
-}
-
 /* Limit the list to the latest of those that wait and of those that do not.  number: of the latest.
  * 0 or -1. */
 static int trim(gck_saved_list *l, int64_t number)
 {
     int status = 0;
 
-    while (status == 0 && (l->waits >= GCK_WAITING_TENSORS || oldest(l) < number - GCK_WAITING_NODES)) {
-        for (int i = 0; i < l->n; i++) {
-            gck_saved_tensor *saved = l->known[i];
-            if (saved->hooks != NULL
-                && (l->waits >= GCK_WAITING_TENSORS || saved->number < number - GCK_WAITING_NODES)) {
-                status = gck_saved_waiting_settle(saved, NULL, 0, 0, NULL);  /* Python may change the list */
-                break;
-            }
+    for (int i = 0; status == 0 && i < l->n; i++) {
+        gck_saved_tensor *saved = l->known[i];
+        if (saved->hooks != NULL && (l->waits >= GCK_WAITING_TENSORS || saved->number < number - GCK_WAITING_NODES)) {
+            status = gck_saved_waiting_settle(saved, NULL, 0, 0, NULL);
+            i = -1;                              /* Python may have changed the list */
         }
     }
     for (int i = 0; status == 0 && l->n - l->waits >= GCK_WAITING_TENSORS; i++) {

@@ -32,15 +32,13 @@ gck_active *gck_active_of(gck_state *state, const PyObject *context)
 /* A fact about a thread, which no object holds. */
 static _Thread_local gck_context_run now;
 
-gck_context_run gck_context_run_begin(const PyObject *context, const gck_run *run)
+gck_context_run gck_context_run_swap(gck_context_run to)
 {
     const gck_context_run before = now;
 
-    now = (gck_context_run){context, run};
+    now = to;
     return before;
 }
-
-void gck_context_run_end(gck_context_run before) { now = before; }
 
 void gck_context_run_forget(const gck_state *state, const gck_run *run)
 {

@@ -160,12 +160,11 @@ PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int l
 static PyObject *give(gck_active *active, gck_op_storage *store, gck_call *call, Py_ssize_t index)
 {
     const gck_recorded_call *of = &store->calls[index];
-    PyObject *entry = Py_NewRef(of->entry), *drawn = Py_XNewRef(of->drawn), *key = Py_NewRef(of->key);
+    PyObject *entry = Py_NewRef(of->entry), *drawn = Py_XNewRef(of->drawn);
     PyObject *modes, *out = NULL;
 
     if (entry == store->state->py.consumed_mark) {
-        gck_done(PyObject_CallFunction(store->state->py.call.raise_torchs, "sOiii", "no_entry", key, 0, 1,
-                                       1));
+        gck_done(PyObject_CallFunction(store->state->py.call.raise_torchs, "sOiii", "no_entry", of->key, 0, 1, 1));
     } else {
         if (!store->reusable && !of->lasting) {
             gck_matching_consume(&active->matching, store, index);
@@ -179,7 +178,6 @@ static PyObject *give(gck_active *active, gck_op_storage *store, gck_call *call,
     }
     Py_DECREF(entry);
     Py_XDECREF(drawn);
-    Py_DECREF(key);
     return out;
 }
 

@@ -349,11 +349,10 @@ PyObject *gck_op_output_keep(gck_op_storage *store, PyObject *out, const gck_pla
 {
     PyObject *hooks = gck_hooks_that_see(store->state, store->alone, store->shown), *around = store->hooks, *kept;
 
-    if (hooks == NULL || hooks == Py_None) {
-        Py_XDECREF(hooks);
-        return hooks != NULL ? map(store, out, plan, keep_one) : NULL;
+    if (hooks == NULL) {
+        return NULL;
     }
-    store->hooks = hooks;
+    store->hooks = hooks != Py_None ? hooks : around;
     kept = map(store, out, plan, keep_one);
     store->hooks = around;
     Py_DECREF(hooks);
