@@ -1,6 +1,7 @@
 /* module.c: PyInit__C, which makes the module, its state and its functions. */
 #include "gradckpt.h"
 #include "torch/abi.h"
+#include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/ops.h"
@@ -53,32 +54,25 @@ static PyObject *missing_symbols(void)
 
 #define SYMBOL(necessity, type, symbol, arguments)                                \
     if (names != NULL && gck_torch.symbol == NULL) {                              \
-        PyObject *name = PyUnicode_FromString(#symbol);                           \
-        if (name == NULL || PyList_Append(names, name) < 0) {                     \
-            Py_CLEAR(names);                                                      \
-        }                                                                         \
-        Py_XDECREF(name);                                                         \
+        gck_add_item(&names, PyUnicode_FromString(#symbol));                      \
     }
     GCK_ABI_SYMBOLS(SYMBOL)
 #undef SYMBOL
     return names;
 }
 
-static PyObject *build_info(PyObject *module, PyObject *unused)
+static PyObject *build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     int driver, runtime;
     const int status = gck_cuda_check(&driver, &runtime);
 
-    (void)module;
-    (void)unused;
     return Py_BuildValue("{ss ss ss si si sO ss sN}", "build", GCK_BUILD_NOTE, "cuda_archs", gck_cuda_archs(), "isa",
                          gck_isa_name(), "cuda_driver", driver, "cuda_runtime", runtime, "cuda_usable",
                          status == GCK_OK ? Py_True : Py_False, "compiler", __VERSION__, "missing", missing_symbols());
 }
 
-static PyObject *forget_random_state(PyObject *module, PyObject *unused)
+static PyObject *forget_random_state(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     Py_CLEAR(gck_state_of(module)->py.rng.latest);
     Py_RETURN_NONE;
 }
@@ -88,11 +82,10 @@ static PyObject *bind(PyObject *module, PyObject *table)
     return gck_py_bind(&gck_state_of(module)->py, table) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *rounding_state(PyObject *module, PyObject *unused)
+static PyObject *rounding_state(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const gck_rounding *r = &gck_state_of(module)->rounding;
 
-    (void)unused;
     return Py_BuildValue("II", r->restored ? r->step + 1 : r->step, r->restored ? 0u : r->tensor);
 }
 
@@ -295,18 +288,6 @@ static int choose_isa(void)
     return -1;
 }
 
-static int intern_option_names(gck_state *state)
-{
-#define OPTION(name)                                                                           \
-    if ((state->option_names.name = PyUnicode_InternFromString(#name)) == NULL) {              \
-        return -1;                                                                             \
-    }
-    OPTION(function)
-    GCK_OPTIONS(OPTION)
-#undef OPTION
-    return 0;
-}
-
 /* gradckpt.compat.checkpoint: a builtin of that name and module, for repr and pickle. */
 static PyMethodDef compat_def = {"checkpoint", (PyCFunction)(void (*)(void))gck_compat_checkpoint,
                                  METH_FASTCALL | METH_KEYWORDS, gck_compat_checkpoint_doc};
@@ -359,7 +340,7 @@ static int module_exec(PyObject *module)
     gck_state *state = gck_state_of(module);
 
     state->last_step = state->watched_task = -1;
-    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0 || intern_option_names(state) < 0
+    if (choose_isa() < 0 || load_torch() < 0 || gck_py_load(&state->py) < 0
         || (state->Payload = add_type(module, &gck_payload_spec)) == NULL
         || (state->Frame = add_type(module, &gck_frame_spec)) == NULL
         || (state->Holder = add_type(module, &gck_holder_spec)) == NULL

@@ -24,7 +24,7 @@ static PyObject **option_slot(gck_state *state, gck_options *o, PyObject *name)
 #undef OPTION
     };
     PyObject *const names[] = {
-#define OPTION(field) state->option_names.field,
+#define OPTION(field) state->py.names.field,
         GCK_OPTIONS(OPTION)
 #undef OPTION
     };
@@ -35,7 +35,7 @@ static PyObject **option_slot(gck_state *state, gck_options *o, PyObject *name)
             return slots[i];
         }
     }
-    return name == state->option_names.function ? &o->function : NULL;
+    return name == state->py.names.function ? &o->function : NULL;
 }
 
 static int is_text(PyObject *value, const char *text)
@@ -222,12 +222,11 @@ gck_skip_reason gck_eligible(const gck_plan *plan, int requires_grad, int leaf, 
     return parameter || (requires_grad && leaf && !leaves) ? GCK_SKIP_LEAF : GCK_COMPRESS;
 }
 
-PyObject *gck_eligible_py(PyObject *module, PyObject *args)
+PyObject *gck_eligible_py(PyObject *Py_UNUSED(module), PyObject *args)
 {
     gck_plan plan = {.codec = NULL};
     int requires_grad, leaf;
 
-    (void)module;
     if (!PyArg_ParseTuple(args, "pppp", &requires_grad, &leaf, &plan.floating, &plan.fake_quantize)) {
         return NULL;
     }

@@ -2,19 +2,14 @@
 #include "engine/codec_info.h"
 
 #include "gradckpt.h"
+#include "torch/calls.h"
 
-PyObject *gck_codecs_py(PyObject *module, PyObject *unused)
+PyObject *gck_codecs_py(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *names = PyList_New(0);
 
-    (void)module;
-    (void)unused;
     for (int i = 0; names != NULL && gck_codec_at(i) != NULL; i++) {
-        PyObject *name = PyUnicode_FromString(gck_codec_at(i)->name);
-        if (name == NULL || PyList_Append(names, name) < 0) {
-            Py_CLEAR(names);
-        }
-        Py_XDECREF(name);
+        gck_add_item(&names, PyUnicode_FromString(gck_codec_at(i)->name));
     }
     return names;
 }
@@ -28,15 +23,11 @@ static PyObject *sizes_of(const gck_codec *codec)
 
     for (int d = 0; sizes != NULL && d < GCK_NDTYPES; d++) {
         const gck_size size = codec->size[d];
-        if (!(codec->dtypes & GCK_BIT(d))) {
-            continue;
+        if (codec->dtypes & GCK_BIT(d)) {
+            gck_set_item(&sizes, dtype_names[d],
+                         Py_BuildValue("(diiiii)", gck_bits_per_value(codec, (gck_dtype)d), size.value, size.group,
+                                       size.block, size.scales, size.row));
         }
-        PyObject *item = Py_BuildValue("(diiiii)", gck_bits_per_value(codec, (gck_dtype)d), size.value, size.group,
-                                       size.block, size.scales, size.row);
-        if (item == NULL || PyDict_SetItemString(sizes, dtype_names[d], item) < 0) {
-            Py_CLEAR(sizes);
-        }
-        Py_XDECREF(item);
     }
     return sizes;
 }
@@ -55,13 +46,12 @@ static double bits_per_value(const gck_codec *codec)
     return 0;
 }
 
-PyObject *gck_codec_info_py(PyObject *module, PyObject *arg)
+PyObject *gck_codec_info_py(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     const char *name = PyUnicode_Check(arg) ? PyUnicode_AsUTF8AndSize(arg, NULL) : NULL;
     const gck_codec *codec = name != NULL ? gck_codec_find(name) : NULL;
     PyObject *accepted = NULL, *sizes = NULL;
 
-    (void)module;
     if (codec == NULL) {
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "gradckpt: unknown codec %R", arg);
     }
@@ -76,18 +66,15 @@ PyObject *gck_codec_info_py(PyObject *module, PyObject *arg)
 
 /* ---- the instruction set ---- */
 
-PyObject *gck_isa_py(PyObject *module, PyObject *unused)
+PyObject *gck_isa_py(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module;
-    (void)unused;
     return PyUnicode_FromString(gck_isa_name());
 }
 
-PyObject *gck_force_isa_py(PyObject *module, PyObject *arg)
+PyObject *gck_force_isa_py(PyObject *Py_UNUSED(module), PyObject *arg)
 {
     const char *name = arg == Py_None ? NULL : PyUnicode_AsUTF8AndSize(arg, NULL);
 
-    (void)module;
     if (name == NULL && arg != Py_None) {
         return NULL;
     }

@@ -95,8 +95,9 @@ PyObject *gck_hooks_that_see(const gck_state *state, const PyObject *alone, int 
     return seen < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *gck_user_hooks_of(const gck_state *state, PyObject *hook)
+static PyObject *user_hooks(PyObject *hook, void *Py_UNUSED(unused))
 {
+    const gck_state *state = PyType_GetModuleState(Py_TYPE(hook));
     gck_hooks_owner owner;
     PyObject *self = NULL, *top = gck_innermost_hooks(state, &owner, &self);
     const int here = self == hook;
@@ -105,9 +106,10 @@ PyObject *gck_user_hooks_of(const gck_state *state, PyObject *hook)
     return top == NULL ? NULL : here ? gck_hooks_beneath(state, NULL, &owner) : Py_NewRef(Py_None);
 }
 
-PyObject *gck_is_internal(PyObject *hook, void *unused)
-{
-    (void)hook;
-    (void)unused;
-    return Py_NewRef(Py_True);
-}
+static PyObject *is_internal(PyObject *Py_UNUSED(hook), void *Py_UNUSED(unused)) { return Py_NewRef(Py_True); }
+
+PyGetSetDef gck_hook_getset[] = {
+    {"_checkpoint_internal", is_internal, NULL, NULL, NULL},
+    {"_user_hooks", user_hooks, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};

@@ -30,7 +30,6 @@ PyObject *gck_hooks_that_see(const gck_state *state, const PyObject *alone, int 
 
 /* Frames and Recomputes are pack hooks that torch's own contexts tell from a user's by two attributes, as those
  * of torch's checkpoint: `_checkpoint_internal`, and `_user_hooks`, which they read of the innermost hook. */
-PyObject *gck_is_internal(PyObject *hook, void *unused);
-PyObject *gck_user_hooks_of(const gck_state *state, PyObject *hook);
+extern PyGetSetDef gck_hook_getset[];
 
 #endif

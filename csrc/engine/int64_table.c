@@ -1,6 +1,7 @@
 /* int64_table.c: what a buffer of 64-bit integers is. */
 #include "engine/int64_table.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 static int is_int64(const Py_buffer *view)
@@ -22,4 +23,25 @@ int gck_int64_table(PyObject *object, const char *name, Py_buffer *view)
         return -1;
     }
     return 0;
+}
+
+void *gck_int64_rows(PyObject *object, const char *name, size_t row, const char *columns, int64_t *n)
+{
+    void *rows = NULL;
+    Py_buffer view;
+
+    if (gck_int64_table(object, name, &view) < 0) {
+        return NULL;
+    }
+    *n = view.len / (Py_ssize_t)row;
+    if (view.len % (Py_ssize_t)row != 0) {
+        PyErr_Format(PyExc_ValueError, "gradckpt: %s has %zd bytes; pass %zu for each: %s", name, view.len, row,
+                     columns);
+    } else if ((rows = malloc((size_t)view.len + 1)) == NULL) {
+        PyErr_NoMemory();
+    } else {
+        memcpy(rows, view.buf, (size_t)view.len);
+    }
+    PyBuffer_Release(&view);
+    return rows;
 }

@@ -5,29 +5,6 @@
 #include "planner/caching_allocator.h"
 
 #include <stdlib.h>
-#include <string.h>
-
-/* The changes of a table, malloc.  NULL with an exception. */
-static gck_memory_change *copy_changes(PyObject *object, int64_t *n)
-{
-    gck_memory_change *changes = NULL;
-    Py_buffer view;
-
-    if (gck_int64_table(object, "changes", &view) < 0) {
-        return NULL;
-    }
-    if (view.len % (Py_ssize_t)sizeof *changes != 0) {
-        PyErr_Format(PyExc_ValueError, "gradckpt: changes has %zd bytes; pass 24 for each: bytes, name, stream",
-                     view.len);
-    } else if ((changes = malloc((size_t)view.len + 1)) == NULL) {
-        PyErr_NoMemory();
-    } else {
-        memcpy(changes, view.buf, (size_t)view.len);
-        *n = view.len / (Py_ssize_t)sizeof *changes;
-    }
-    PyBuffer_Release(&view);
-    return changes;
-}
 
 static PyObject *dict_of(const gck_memory_use *use, int has_needed, int64_t needed)
 {
@@ -38,7 +15,7 @@ static PyObject *dict_of(const gck_memory_use *use, int has_needed, int64_t need
                          (long long)use->reserved, "needed", found);
 }
 
-PyObject *gck_memory_use_py(PyObject *module, PyObject *args, PyObject *keywords)
+PyObject *gck_memory_use_py(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
 {
     static const char *const names[] = {"changes", "expandable", "capacity", NULL};
     gck_memory_trace trace = {.n = 0};
@@ -48,11 +25,10 @@ PyObject *gck_memory_use_py(PyObject *module, PyObject *args, PyObject *keywords
     int64_t limit = -1, needed = 0;
     int status;
 
-    (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|pO:memory_use", (char **)names, &object, &trace.expandable,
                                      &capacity)
         || (capacity != Py_None && (limit = PyLong_AsLongLong(capacity)) == -1 && PyErr_Occurred())
-        || (changes = copy_changes(object, &trace.n)) == NULL) {
+        || (changes = gck_int64_rows(object, "changes", sizeof *changes, "bytes, name, stream", &trace.n)) == NULL) {
         return NULL;
     }
     trace.changes = changes;
@@ -64,13 +40,10 @@ PyObject *gck_memory_use_py(PyObject *module, PyObject *args, PyObject *keywords
     }
     Py_END_ALLOW_THREADS
     free(changes);
-    if (status == GCK_OK) {
-        return dict_of(&use, capacity == Py_None, needed);
-    }
     if (status == GCK_E_MEMORY) {
         return PyErr_NoMemory();
     }
-    PyErr_SetString(PyExc_ValueError, "gradckpt: a change is out of range, or its name is used twice; pass (bytes, "
-                                      "name, stream), 0 bytes to release");
-    return NULL;
+    return status == GCK_OK ? dict_of(&use, capacity == Py_None, needed)
+         : PyErr_Format(PyExc_ValueError, "gradckpt: a change is out of range, or its name is used twice; pass (bytes, "
+                          "name, stream), 0 bytes to release");
 }

@@ -5,29 +5,6 @@
 #include "offload/simulate.h"
 
 #include <stdlib.h>
-#include <string.h>
-
-/* The regions of a table, malloc.  NULL with an exception. */
-static gck_offload_region *copy_regions(PyObject *object, int64_t *n)
-{
-    gck_offload_region *regions = NULL;
-    Py_buffer view;
-
-    if (gck_int64_table(object, "regions", &view) < 0) {
-        return NULL;
-    }
-    if (view.len % (Py_ssize_t)sizeof *regions != 0) {
-        PyErr_Format(PyExc_ValueError, "gradckpt: regions has %zd bytes; pass 48 for each: forward, backward, "
-                     "encode, decode, bytes, placed", view.len);
-    } else if ((regions = malloc((size_t)view.len + 1)) == NULL) {
-        PyErr_NoMemory();
-    } else {
-        memcpy(regions, view.buf, (size_t)view.len);
-        *n = view.len / (Py_ssize_t)sizeof *regions;
-    }
-    PyBuffer_Release(&view);
-    return regions;
-}
 
 static PyObject *dict_of(const gck_offload_time *found)
 {
@@ -38,7 +15,7 @@ static PyObject *dict_of(const gck_offload_time *found)
                          (long long)found->peak);
 }
 
-PyObject *gck_simulate_offload_py(PyObject *module, PyObject *args, PyObject *keywords)
+PyObject *gck_simulate_offload_py(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
 {
     static const char *const names[] = {"regions", "rate_out", "rate_in", "latency", "ring", "held", "head", NULL};
     long long rate_out, rate_in, latency, ring, held, head;
@@ -48,10 +25,10 @@ PyObject *gck_simulate_offload_py(PyObject *module, PyObject *args, PyObject *ke
     PyObject *object;
     int status;
 
-    (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "O$LLLLLL:simulate_offload", (char **)names, &object, &rate_out,
                                      &rate_in, &latency, &ring, &held, &head)
-        || (regions = copy_regions(object, &step.n)) == NULL) {
+        || (regions = gck_int64_rows(object, "regions", sizeof *regions,
+                                     "forward, backward, encode, decode, bytes, placed", &step.n)) == NULL) {
         return NULL;
     }
     step = (gck_offload_step){regions, step.n, rate_out, rate_in, latency, ring, held, head};
@@ -59,13 +36,10 @@ PyObject *gck_simulate_offload_py(PyObject *module, PyObject *args, PyObject *ke
     status = gck_simulate_offload(&step, &found);
     Py_END_ALLOW_THREADS
     free(regions);
-    if (status == GCK_OK) {
-        return dict_of(&found);
-    }
     if (status == GCK_E_MEMORY) {
         return PyErr_NoMemory();
     }
-    PyErr_SetString(PyExc_ValueError, "gradckpt: a number of the step is negative, a rate is 0, or a sum reaches "
-                                      "2**60; pass numbers in range");
-    return NULL;
+    return status == GCK_OK ? dict_of(&found)
+         : PyErr_Format(PyExc_ValueError, "gradckpt: a number of the step is negative, a rate is 0, or a sum reaches "
+                          "2**60; pass numbers in range");
 }

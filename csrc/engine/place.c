@@ -365,11 +365,10 @@ static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     return (PyObject *)self;
 }
 
-static PyObject *place_reduce(PyObject *op, PyObject *unused)
+static PyObject *place_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const gck_state *state = PyType_GetModuleState(Py_TYPE(op));
 
-    (void)unused;
     return state != NULL ? PyObject_CallFunction(state->py.call.place_again, "O", op) : NULL;
 }
 

@@ -105,9 +105,8 @@ int gck_place_free_ended(void)
 }
 
 /* Py_AddPendingCall(). */
-static int free_ended(void *unused)
+static int free_ended(void *Py_UNUSED(unused))
 {
-    (void)unused;
     gck_place_free_ended();
     return 0;
 }

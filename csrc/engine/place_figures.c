@@ -2,6 +2,7 @@
 #include "engine/place_figures.h"
 
 #include "offload/offloader.h"
+#include "torch/calls.h"
 
 #include <unistd.h>
 
@@ -10,6 +11,11 @@ typedef struct {
     gck_offloader_figures  offloaders;
     long long              kept, small;
 } counts;
+
+/* What a store counts; the rest of its figures is what it has now. */
+#define STORE_COUNTS(COUNTED)                                                                                   \
+    COUNTED(pin_calls) COUNTED(written) COUNTED(read) COUNTED(write_ns) COUNTED(read_ns) COUNTED(puts)          \
+    COUNTED(gets) COUNTED(from_memory) COUNTED(waits_put) COUNTED(waits_get)
 
 /* Counters alone; with the GIL. */
 static counts of_ended;
@@ -36,32 +42,21 @@ static counts read_counts(gck_place_object *self, int restart)
     return found;
 }
 
-static int set(PyObject *into, const char *name, long long value)
-{
-    PyObject *number = PyLong_FromLongLong(value);
-    const int status = number == NULL ? -1 : PyDict_SetItemString(into, name, number);
-
-    Py_XDECREF(number);
-    return status;
-}
-
-#define FIGURE(of, name) || set(into, #name, of.name) < 0
+#define FIGURE(of, name) gck_set_item(&into, #name, PyLong_FromLongLong(c.of name));
 static PyObject *dict_of(counts c)
 {
     PyObject *into = PyDict_New();
-    const int failed = into == NULL FIGURE(c, kept) FIGURE(c, small) FIGURE(c.store, memory)
-        FIGURE(c.store, memory_used) FIGURE(c.store, memory_peak) FIGURE(c.store, memory_taken) FIGURE(c.store, pinned)
-        FIGURE(c.store, pin_calls) FIGURE(c.store, file_used) FIGURE(c.store, file_peak) FIGURE(c.store, written)
-        FIGURE(c.store, read) FIGURE(c.store, write_ns) FIGURE(c.store, read_ns) FIGURE(c.store, puts)
-        FIGURE(c.store, gets) FIGURE(c.store, from_memory) FIGURE(c.store, waits_put) FIGURE(c.store, waits_get)
-        FIGURE(c.offloaders, ring) FIGURE(c.offloaders, ring_used) FIGURE(c.offloaders, ring_peak)
-        FIGURE(c.offloaders, ring_lost) FIGURE(c.offloaders, bytes_out) FIGURE(c.offloaders, bytes_in)
-        FIGURE(c.offloaders, copies_out) FIGURE(c.offloaders, copies_in) FIGURE(c.offloaders, read_in_ring)
-        FIGURE(c.offloaders, prefetched) FIGURE(c.offloaders, misses_out) FIGURE(c.offloaders, misses_in);
 
-    if (failed) {
-        Py_CLEAR(into);
-    }
+    FIGURE(, kept) FIGURE(, small)
+    FIGURE(store., memory) FIGURE(store., memory_used) FIGURE(store., memory_peak) FIGURE(store., memory_taken)
+    FIGURE(store., pinned) FIGURE(store., file_used) FIGURE(store., file_peak)
+#define COUNTED(name) FIGURE(store., name)
+    STORE_COUNTS(COUNTED)
+#undef COUNTED
+    FIGURE(offloaders., ring) FIGURE(offloaders., ring_used) FIGURE(offloaders., ring_peak)
+    FIGURE(offloaders., ring_lost) FIGURE(offloaders., bytes_out) FIGURE(offloaders., bytes_in)
+    FIGURE(offloaders., copies_out) FIGURE(offloaders., copies_in) FIGURE(offloaders., read_in_ring)
+    FIGURE(offloaders., prefetched) FIGURE(offloaders., misses_out) FIGURE(offloaders., misses_in)
     return into;
 }
 #undef FIGURE
@@ -76,28 +71,19 @@ PyObject *gck_place_figures(PyObject *op, PyObject *args)
 void gck_place_figures_stay(gck_place_object *place)
 {
     const counts last = read_counts(place, 0);
-    gck_byte_store_figures *sum = &of_ended.store;
 
-    sum->pin_calls += last.store.pin_calls;
-    sum->written += last.store.written;
-    sum->read += last.store.read;
-    sum->write_ns += last.store.write_ns;
-    sum->read_ns += last.store.read_ns;
-    sum->puts += last.store.puts;
-    sum->gets += last.store.gets;
-    sum->from_memory += last.store.from_memory;
-    sum->waits_put += last.store.waits_put;
-    sum->waits_get += last.store.waits_get;
+#define COUNTED(name) of_ended.store.name += last.store.name;
+    STORE_COUNTS(COUNTED)
+#undef COUNTED
     gck_offloader_add_counts(&of_ended.offloaders, &last.offloaders);
     of_ended.kept += last.kept;
     of_ended.small += last.small;
 }
 
-PyObject *gck_figures_of_ended_places(PyObject *module, PyObject *args)
+PyObject *gck_figures_of_ended_places(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *found = dict_of(of_ended);
 
-    (void)module;
     if (restarts(args)) {
         of_ended = (counts){.kept = 0};
     }

@@ -3,9 +3,9 @@
 
 #include "engine/int64_table.h"
 #include "planner/planner.h"
+#include "torch/calls.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 enum { KEPT, NEED, TIME, ERROR, TABLES };
 enum { SHOWN = 1024 };                       /* points of a front that Python gets */
@@ -13,33 +13,13 @@ enum { SHOWN = 1024 };                       /* points of a front that Python ge
 /* One call: what was asked, and what the planner found. */
 typedef struct {
     gck_chain  chain;
-    int64_t   *tables;                       /* TABLES of them; malloc */
+    int64_t   *tables[TABLES];               /* malloc; NULL: none */
     int        has_budget;
     int64_t    budget, error_budget, buckets;
     gck_front *front;
     gck_solution plan;                        /* within the budgets; its choices: malloc */
     int64_t    bound;
 } choice;
-
-/* Copy a table: it may be written to, or lie at any address.  0 or -1 with ValueError. */
-static int copy_table(PyObject *object, const char *name, int64_t count, int64_t *table)
-{
-    Py_buffer view;
-    int status = -1;
-
-    if (gck_int64_table(object, name, &view) < 0) {
-        return -1;
-    }
-    if (view.len != count * (int64_t)sizeof *table) {
-        PyErr_Format(PyExc_ValueError, "gradckpt: %s has %zd bytes; pass regions * options * 8 = %lld", name, view.len,
-                     (long long)count * 8);
-    } else {
-        memcpy(table, view.buf, (size_t)view.len);
-        status = 0;
-    }
-    PyBuffer_Release(&view);
-    return status;
-}
 
 /* 0 or -1 with an exception. */
 static int parse(choice *c, PyObject *args, PyObject *keywords)
@@ -74,20 +54,22 @@ static int parse(choice *c, PyObject *args, PyObject *keywords)
         c->budget = beyond > 0 ? INT64_MAX : beyond < 0 ? INT64_MIN : c->budget;
     }
     const int64_t count = regions * options;
-    if ((c->tables = malloc((size_t)(TABLES * count + 1) * sizeof *c->tables)) == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (int i = 0; i < TABLES; i++) {
-        if ((i != ERROR || objects[i] != Py_None)
-            && copy_table(objects[i], names[2 + i], count, c->tables + i * count) < 0) {
+    for (int i = 0; i < TABLES && (i != ERROR || objects[i] != Py_None); i++) {
+        const char *name = names[2 + i];
+        int64_t n;
+        if ((c->tables[i] = gck_int64_rows(objects[i], name, sizeof(int64_t), "region and option", &n)) == NULL) {
+            return -1;
+        }
+        if (n != count) {
+            PyErr_Format(PyExc_ValueError, "gradckpt: %s has %lld bytes; pass regions * options * 8 = %lld", name,
+                         (long long)n * 8, (long long)count * 8);
             return -1;
         }
     }
     c->error_budget = error_budget;
     c->buckets = buckets;
-    c->chain = (gck_chain){regions, options, c->tables, c->tables + NEED * count, c->tables + TIME * count,
-                           objects[ERROR] != Py_None ? c->tables + ERROR * count : NULL, last_need};
+    c->chain = (gck_chain){regions, options, c->tables[KEPT], c->tables[NEED], c->tables[TIME], c->tables[ERROR],
+                           last_need};
     return 0;
 }
 
@@ -107,15 +89,12 @@ static int solve(choice *c)
 
 static PyObject *choices_of(const choice *c)
 {
-    PyObject *choices = PyTuple_New(c->chain.regions);
+    PyObject *choices = PyList_New(0);
 
     for (int64_t l = 0; choices != NULL && l < c->chain.regions; l++) {
-        PyObject *option = PyLong_FromUnsignedLong(c->plan.choices[l]);
-        if (option == NULL || PyTuple_SetItem(choices, l, option) < 0) {
-            Py_CLEAR(choices);
-        }
+        gck_add_item(&choices, PyLong_FromUnsignedLong(c->plan.choices[l]));
     }
-    return choices;
+    return gck_as_tuple(choices);
 }
 
 /* Plans of the front as (budget, time, error): all, or SHOWN of them at equal distances. */
@@ -123,14 +102,12 @@ static PyObject *front_of(const choice *c)
 {
     const gck_labels *plans = &c->front->plans;
     const int64_t n = plans->n < SHOWN ? plans->n : SHOWN;
-    PyObject *points = PyList_New(n);
+    PyObject *points = PyList_New(0);
 
     for (int64_t i = 0; points != NULL && i < n; i++) {
         const gck_label *plan = &plans->at[n > 1 ? i * (plans->n - 1) / (n - 1) : 0];
-        PyObject *point = Py_BuildValue("LLL", (long long)plan->bytes, (long long)plan->time, (long long)plan->error);
-        if (point == NULL || PyList_SetItem(points, i, point) < 0) {
-            Py_CLEAR(points);
-        }
+        gck_add_item(&points, Py_BuildValue("LLL", (long long)plan->bytes, (long long)plan->time,
+                                            (long long)plan->error));
     }
     return points;
 }
@@ -152,13 +129,12 @@ static PyObject *dict_of(const choice *c)
                          "smallest_budget", smallest, "front", front_of(c), "exact", exact ? Py_True : Py_False);
 }
 
-PyObject *gck_choose_options_py(PyObject *module, PyObject *args, PyObject *keywords)
+PyObject *gck_choose_options_py(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
 {
     choice c = {.front = NULL};
     PyObject *result = NULL;
     int status = GCK_OK;
 
-    (void)module;
     if (parse(&c, args, keywords) < 0) {
         goto exit;
     }
@@ -176,6 +152,8 @@ PyObject *gck_choose_options_py(PyObject *module, PyObject *args, PyObject *keyw
 exit:
     gck_front_free(c.front);
     free(c.plan.choices);
-    free(c.tables);
+    for (int i = 0; i < TABLES; i++) {
+        free(c.tables[i]);
+    }
     return result;
 }

@@ -46,12 +46,10 @@ gck_rounding gck_rounding_of_region(gck_state *state)
     return (gck_rounding){.step = r->step, .region = number};
 }
 
-gck_rounding *gck_rounding_enter(gck_rounding *own)
+gck_rounding *gck_rounding_swap(gck_rounding *own)
 {
     gck_rounding *around = inside;
 
     inside = own;
     return around;
 }
-
-void gck_rounding_leave(gck_rounding *around) { inside = around; }

@@ -17,9 +17,8 @@ const gck_dither *gck_next_dither(gck_state *state, const gck_plan *plan, int on
 /* Where the noise inside a new region begins. */
 gck_rounding gck_rounding_of_region(gck_state *state);
 
-/* A region begins to run on this thread and counts in *own, a copy of its beginning.  Returns the
- * argument of gck_rounding_leave(), which is called when it has run. */
-gck_rounding *gck_rounding_enter(gck_rounding *own);
-void gck_rounding_leave(gck_rounding *around);
+/* A region begins to run on this thread and counts in *own, a copy of its beginning.  Returns what is swapped in again
+ * when it has run. */
+gck_rounding *gck_rounding_swap(gck_rounding *own);
 
 #endif

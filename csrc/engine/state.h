@@ -3,6 +3,7 @@
 #define GRADCKPT_STATE_H
 
 #include "gradckpt.h"
+#include "engine/owned.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
 
@@ -27,34 +28,49 @@ typedef struct {
 /* What happens where a recompute saves another tensor than the forward. */
 typedef enum { GCK_CHECK_NOTHING, GCK_CHECK_RAISES, GCK_CHECK_WARNS } gck_check;
 
+/* Every counter once: the field is also the key in the dict of _C.stats(). */
+#define GCK_COUNTERS(COUNTER)                                                                                  \
+    COUNTER(differing_saves)         /* tensors that a recompute saved and the forward did not */              \
+    COUNTER(held_bytes)              /* originals of regions that stayed until the region around ended */      \
+    COUNTER(steps)                   /* backwards that reached a region */                                     \
+    COUNTER(regions)                 /* checkpoint calls with grad on */                                       \
+    COUNTER(regions_eligible)        /* of those, with compression */                                          \
+    COUNTER(regions_compressed)      /* of those, with a payload */                                            \
+    COUNTER(regions_met)             /* regions that a backward has met, or that saved nothing for one */      \
+    COUNTER(regions_dropped)         /* regions whose graph went without a backward */                         \
+    COUNTER(recomputes)                                                                                        \
+    COUNTER(eligible)                /* tensors that require grad, seen with compression on */                 \
+    COUNTER(compressed)              /* of those, compressed into payloads (shared ones included) */           \
+    COUNTER(encoded)                 /* payloads written */                                                    \
+    COUNTER(shared)                  /* how often a payload served another region */                           \
+    COUNTER(bytes_in)                /* bytes of encoded tensors ... */                                        \
+    COUNTER(bytes_out)               /* ... and of their payloads */                                           \
+    COUNTER(live_bytes)              /* payloads alive */                                                      \
+    COUNTER(peak_live_bytes)                                                                                   \
+    COUNTER(replay_bytes)            /* discrete outputs and random states alive */                            \
+    COUNTER(peak_bytes)              /* of these and payloads, at the same time */                             \
+    COUNTER(originals_alive)         /* alive at their restore: no memory was saved */                         \
+    COUNTER(originals_alive_bytes)                                                                             \
+    COUNTER(discrete_outputs)        /* copies of discrete outputs */                                          \
+    COUNTER(discrete_bytes)                                                                                    \
+    COUNTER(uncompressed_bytes)      /* bytes of those that require grad and are not parameters */             \
+    COUNTER(policy_outputs)          /* outputs of operators that a policy keeps */                            \
+    COUNTER(policy_bytes)            /* of those, bytes of the uncompressed ones */
+
 typedef struct {
-    int64_t regions;                      /* checkpoint calls with grad on                      */
-    int64_t regions_eligible;             /* of those, with compression                         */
-    int64_t regions_compressed;           /* of those, with a payload                           */
-    int64_t regions_met;                  /* regions that a backward has met, or that saved nothing for one */
-    int64_t regions_dropped;              /* regions whose graph went without a backward        */
-    int64_t policy_outputs;               /* outputs of operators that a policy keeps           */
-    int64_t policy_bytes;                 /* of those, bytes of the uncompressed ones           */
-    int64_t recomputes;
-    int64_t held_bytes;                   /* originals of regions that stayed until the region around ended */
-    int64_t differing_saves;              /* tensors that a recompute saved and the forward did not */
-    int64_t eligible;                     /* tensors that require grad, seen with compression on */
-    int64_t compressed;                   /* of those, compressed into payloads (shared ones included) */
-    int64_t encoded;                      /* payloads written                                   */
-    int64_t codecs[GCK_MAX_CODECS];       /* of those, by codec, in the order of codecs.h       */
-    int64_t shared;                       /* how often a payload served another region          */
-    int64_t bytes_in, bytes_out;          /* bytes of encoded tensors, and of their payloads    */
-    int64_t live_bytes, peak_live_bytes;  /* payloads alive                                     */
-    int64_t replay_bytes;                 /* discrete outputs and random states alive           */
-    int64_t peak_bytes;                   /* of these and payloads, at the same time            */
-    /* alive at their restore: no memory was saved */
-    int64_t originals_alive, originals_alive_bytes;
-    /* copies of discrete outputs */
-    int64_t discrete_outputs, discrete_bytes;
-    int64_t uncompressed[GCK_NREASONS];   /* tensors that stayed uncompressed, by reason        */
-    int64_t uncompressed_bytes;           /* bytes of those that require grad and are not parameters */
-    int64_t steps;                        /* backwards that reached a region                    */
+#define COUNTER(name) int64_t name;
+    GCK_COUNTERS(COUNTER)
+#undef COUNTER
+    int64_t codecs[GCK_MAX_CODECS];       /* payloads written by codec, in the order of codecs.h        */
+    int64_t uncompressed[GCK_NREASONS];   /* tensors that stayed uncompressed, by reason                */
 } gck_stats;
+
+/* Nodes that are held, see saved_pins.h. */
+typedef struct {
+    struct gck_pin { PyObject *node; int64_t number; } *held;   /* the nodes owned, the oldest first; malloc */
+    Py_ssize_t n, room;
+    int        due;                       /* what used one of them has been freed               */
+} gck_pins;
 
 /* A kind of region, see saved_samples.h. */
 typedef struct {
@@ -104,12 +120,6 @@ typedef struct {
     int           nodes_tell;          /* nodes of this torch tell what they hold            */
     PyObject     *unknown_functions;   /* name of a node -> (tensors, bytes) that it saved exactly; NULL: none */
     PyObject     *closed;              /* known modules that use no leaves but parameters and arguments */
-    struct {
-        PyObject *function;
-#define OPTION(name) PyObject *name;
-        GCK_OPTIONS(OPTION)
-#undef OPTION
-    } option_names;                    /* interned                                           */
     gck_kind      kinds[GCK_NKINDS];
     int           nkinds, kinds_from;  /* those before kinds_from do not count now          */
     gck_stats     stats;
@@ -122,7 +132,7 @@ typedef struct {
     int64_t       watched_task;        /* graph task at whose end our callback runs          */
     /* borrowed: first of the frames' tables, where there are any */
     struct gck_recomputed_tables *with_recomputed;
-    struct gck_pins *pins;             /* see saved_pins.h; NULL before the first           */
+    gck_pins      pins;
     int64_t       saved_alive;         /* SavedTensors                                      */
     int64_t       looked;              /* nodes that were looked at while there were any    */
     int64_t       nodes_known;         /* types of nodes in the slots of frames, see origin.h */
@@ -157,14 +167,5 @@ void gck_state_clear(gck_state *state);
 /* Add to the live bytes in stats(): of payloads; of discrete outputs that are kept for a recompute. */
 void gck_count_live(gck_state *state, int64_t nbytes);
 void gck_count_replay(gck_state *state, int64_t nbytes);
-
-/* End a dealloc: free the memory, and release the object's reference to its heap type. */
-static inline void gck_object_free(PyObject *op)
-{
-    PyTypeObject *type = Py_TYPE(op);
-
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
-    Py_DECREF(type);
-}
 
 #endif

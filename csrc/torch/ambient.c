@@ -8,19 +8,6 @@
 #include "torch/generators.h"
 #include "torch/rng.h"
 
-/* Store a call's result in *out, None as NULL. 0 or -1. */
-static int from_python(PyObject *result, PyObject **out)
-{
-    if (result == NULL) {
-        return -1;
-    }
-    if (result == Py_None) {
-        Py_CLEAR(result);
-    }
-    *out = result;
-    return 0;
-}
-
 /* 1 where torch keeps a flag per thread, and it is set; 0; -1. */
 static int fx_tracing(const gck_py *py) { return py->fx_tracing == Py_None ? 0 : gck_ask(py->fx_tracing); }
 
@@ -31,27 +18,21 @@ static int set_fx_tracing(const gck_py *py, int value)
 
 int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact, PyObject *args, PyObject *kwargs)
 {
-    int truth;
+    int modes;
 
-    if (preserve_rng && (a->cpu_rng = gck_rng_stash(&py->rng)) == NULL) {
-        goto error;
-    }
     a->exact = exact;
-    if (gck_device_rng_capture(py, args, kwargs, preserve_rng, exact, &a->device_rng) < 0
-        || (!exact && gck_device_rng_refuse_captured(py, a->device_rng) < 0)) {
-        goto error;
+    if ((preserve_rng && (a->cpu_rng = gck_rng_stash(&py->rng)) == NULL)
+        || gck_device_rng_capture(py, args, kwargs, preserve_rng, exact, &a->device_rng) < 0
+        || (!exact && gck_device_rng_refuse_captured(py, a->device_rng) < 0)
+        || (a->fx = fx_tracing(py)) < 0 || gck_autocast_capture(py, &a->autocast) < 0
+        || (modes = gck_ask(py->function_stack_len)) < 0) {
+        return -1;
     }
-    truth = (a->fx = fx_tracing(py)) < 0 || gck_autocast_capture(py, &a->autocast) < 0
-          ? -1 : gck_ask(py->function_stack_len);
-    if (truth < 0
-        || (truth && from_python(PyObject_CallFunction(py->call.device_context, NULL), &a->device) < 0)) {
-        goto error;
+    a->device = modes ? PyObject_CallFunction(py->call.device_context, NULL) : NULL;
+    if (a->device == Py_None) {
+        Py_CLEAR(a->device);
     }
-    return 0;
-
-error:
-    gck_ambient_clear(a);
-    return -1;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static int enter_rng(gck_py *py, const gck_ambient *a, gck_surroundings *s)
@@ -184,23 +165,6 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s)
     Py_CLEAR(s->modes);
     Py_CLEAR(s->device_rng);
     return gck_error_return(&error);
-}
-
-int gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg)
-{
-    Py_VISIT(a->cpu_rng);
-    Py_VISIT(a->device_rng);
-    Py_VISIT(a->autocast.types);
-    Py_VISIT(a->device);
-    return 0;
-}
-
-void gck_ambient_clear(gck_ambient *a)
-{
-    Py_CLEAR(a->cpu_rng);
-    Py_CLEAR(a->device_rng);
-    gck_autocast_clear(&a->autocast);
-    Py_CLEAR(a->device);
 }
 
 /* ---- torch.compile ---- */

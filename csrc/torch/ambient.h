@@ -25,9 +25,9 @@ typedef struct {
     int       fx;           /* what torch.fx's flag was; -1: as it is                 */
 } gck_surroundings;
 
-/* Capture the state.  0, or -1 with an exception; *a is then empty.  args: tuple, kwargs: dict or
- * NULL: where to search for the devices in use.  exact: as torch searches, one device type among
- * the positional arguments, with its warning. */
+/* Capture the state in *a, which is empty.  0, or -1 with an exception; the references in *a are the caller's, also
+ * then.  args: tuple, kwargs: dict or NULL: where to search for the devices in use.  exact: as torch searches, one
+ * device type among the positional arguments, with its warning. */
 int gck_ambient_capture(gck_py *py, gck_ambient *a, int preserve_rng, int exact, PyObject *args, PyObject *kwargs);
 
 /* Set the captured state; *s takes the previous one.  On -1 nothing is changed. with_device 0: the
@@ -38,8 +38,6 @@ int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_sur
  * pending.  0 or -1. */
 int gck_ambient_leave(gck_py *py, gck_surroundings *s);
 
-int  gck_ambient_traverse(gck_ambient *a, visitproc visit, void *arg);
-void gck_ambient_clear(gck_ambient *a);
 
 /* ---- torch.compile ---- */
 

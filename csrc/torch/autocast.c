@@ -71,13 +71,6 @@ int gck_autocast_capture(const gck_py *py, gck_autocast *a)
     return enabled && (a->types = look_at_all(py, 0)) == NULL ? -1 : 0;
 }
 
-void gck_autocast_clear(gck_autocast *a)
-{
-    Py_CLEAR(a->types);
-    Py_CLEAR(a->cpu_dtype);
-    Py_CLEAR(a->device_dtype);
-}
-
 int gck_autocast_differs(const gck_py *py, const gck_autocast *a)
 {
     const int enabled = a->types != NULL ? 1 : gck_ask(py->any_autocast);

@@ -13,9 +13,8 @@ typedef struct {
     int       cache;        /* the cache flag, also while it is disabled              */
 } gck_autocast;
 
-/* 0, or -1 with an exception; the caller clears *a. */
-int  gck_autocast_capture(const gck_py *py, gck_autocast *a);
-void gck_autocast_clear(gck_autocast *a);
+/* 0, or -1 with an exception; the references in *a are the caller's, also then. */
+int gck_autocast_capture(const gck_py *py, gck_autocast *a);
 
 /* 1 when it differs from now; 0; -1. */
 int gck_autocast_differs(const gck_py *py, const gck_autocast *a);

@@ -28,12 +28,50 @@ PyObject *gck_item(PyObject *x, Py_ssize_t i)
     return PyTuple_Check(x) ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
 }
 
+int gck_each_item(PyObject *x, int (*visit)(void *with, PyObject *item), void *with)
+{
+    int result = 0;
+
+    if (!PyTuple_Check(x) && !PyList_Check(x)) {
+        return visit(with, x);
+    }
+    for (Py_ssize_t i = 0; result == 0 && i < gck_items(x); i++) {
+        PyObject *item = Py_NewRef(gck_item(x, i));
+        result = gck_each_item(item, visit, with);
+        Py_DECREF(item);
+    }
+    return result;
+}
+
 int gck_append(PyObject *list, PyObject *item)
 {
     const int status = item == NULL ? -1 : PyList_Append(list, item);
 
     Py_XDECREF(item);
     return status;
+}
+
+void gck_add_item(PyObject **list, PyObject *item)
+{
+    if (gck_append(*list, item) < 0) {
+        Py_CLEAR(*list);
+    }
+}
+
+void gck_set_item(PyObject **dict, const char *key, PyObject *value)
+{
+    if (*dict != NULL && (value == NULL || PyDict_SetItemString(*dict, key, value) < 0)) {
+        Py_CLEAR(*dict);
+    }
+    Py_XDECREF(value);
+}
+
+int64_t gck_as_int64(PyObject *value)
+{
+    const int64_t number = value != NULL ? PyLong_AsLongLong(value) : -1;
+
+    Py_XDECREF(value);
+    return number;
 }
 
 PyObject *gck_as_tuple(PyObject *list)
@@ -60,6 +98,16 @@ PyObject *gck_method(PyObject *of, const char *name, PyObject *args)
     Py_XDECREF(method);
     Py_XDECREF(args);
     return result;
+}
+
+PyObject *gck_optional_attribute(PyObject *x, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(x, name);
+
+    if (value == NULL) {
+        gck_clear_attribute_error();
+    }
+    return value;
 }
 
 int gck_has_attribute(PyObject *x, const char *name)

@@ -5,6 +5,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stdint.h>
+
 /* Consume a call's result; NULL: it raised.  0, or -1 with the exception. */
 int gck_done(PyObject *result);
 
@@ -18,8 +20,19 @@ int gck_ask(PyObject *getter);
 Py_ssize_t gck_items(PyObject *x);
 PyObject *gck_item(PyObject *x, Py_ssize_t i);
 
+/* visit(with, item) for x, or for each item of a tuple or a list, however deep, which is held meanwhile, until one
+ * returns another result than 0: that, or 0. */
+int gck_each_item(PyObject *x, int (*visit)(void *with, PyObject *item), void *with);
+
 /* Append an item, taken over, to a list; NULL: making it raised.  0, or -1 with the exception. */
 int gck_append(PyObject *list, PyObject *item);
+
+/* The same where a failure clears *list, which is NULL from then on; for a value of a dict. */
+void gck_add_item(PyObject **list, PyObject *item);
+void gck_set_item(PyObject **dict, const char *key, PyObject *value);
+
+/* A result, taken over, as a number, which may be -1; -1 with the exception: it raised, or is none. */
+int64_t gck_as_int64(PyObject *value);
 
 /* New reference: the result of the method.  args: a tuple, taken over; NULL: making it raised, and
  * nothing may be looked up meanwhile. */
@@ -31,6 +44,9 @@ PyObject *gck_as_tuple(PyObject *list);
 
 /* New reference: the objects as a tuple. */
 PyObject *gck_tuple(PyObject *const *objects, Py_ssize_t n);
+
+/* New reference; NULL without an exception: x has no such attribute. */
+PyObject *gck_optional_attribute(PyObject *x, PyObject *name);
 
 /* 1, 0, -1 with an exception other than AttributeError. */
 int gck_has_attribute(PyObject *x, const char *name);

@@ -96,24 +96,17 @@ static int look(gck_py *py, PyObject *x, int depth, found *f)
 static PyObject *module_of(const gck_py *py, PyObject *type)
 {
     PyObject *torch = PyImport_GetModule(py->names.torch);
-    PyObject *module = torch != NULL ? PyObject_GetAttr(torch, type) : NULL;
+    PyObject *module = torch != NULL ? gck_optional_attribute(torch, type) : NULL;
 
     Py_XDECREF(torch);
-    if (module == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-    }
     return module;
 }
 
 static int is_initialized(const gck_py *py, PyObject *module)
 {
-    PyObject *value = PyObject_GetAttr(module, py->names._initialized);
+    PyObject *value = gck_optional_attribute(module, py->names._initialized);
 
-    if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-        return 0;
-    }
-    return gck_is_true(value);
+    return value != NULL || PyErr_Occurred() ? gck_is_true(value) : 0;
 }
 
 int gck_accelerator_initialized(const gck_py *py)
@@ -128,13 +121,10 @@ int gck_accelerator_initialized(const gck_py *py)
 /* New reference: the default generator of a device; NULL without an exception: only Python reaches it. */
 static PyObject *generator_of(const gck_py *py, PyObject *module, int device)
 {
-    PyObject *all = PyObject_GetAttr(module, py->names.default_generators);
+    PyObject *all = gck_optional_attribute(module, py->names.default_generators);
     const int index = gck_device_index(device);
-
-    if (all == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-    }
     PyObject *one = all != NULL && index < gck_items(all) ? Py_NewRef(gck_item(all, index)) : NULL;
+
     Py_XDECREF(all);
     return one;
 }
@@ -142,7 +132,7 @@ static PyObject *generator_of(const gck_py *py, PyObject *module, int device)
 /* Append (generator, its state, device).  0 or -1. */
 static int append_state(const gck_py *py, PyObject *states, PyObject *generator, int device)
 {
-    PyObject *state = PyObject_CallMethodObjArgs(generator, py->rng.get_state, NULL);
+    PyObject *state = PyObject_CallMethodObjArgs(generator, py->names.get_state, NULL);
 
     return state == NULL ? -1 : gck_append(states, Py_BuildValue("(ONi)", generator, state, device));
 }
@@ -280,7 +270,7 @@ int gck_device_rng_swap(const gck_py *py, PyObject *states, PyObject **previous)
         PyObject *one = gck_item(states, i), *generator = PyTuple_GetItem(one, 0);
         int device;
         status = device_of(one, &device) < 0 || append_state(py, *previous, generator, device) < 0 ? -1
-               : gck_done(PyObject_CallMethodObjArgs(generator, py->rng.set_state, PyTuple_GetItem(one, 1), NULL));
+               : gck_done(PyObject_CallMethodObjArgs(generator, py->names.set_state, PyTuple_GetItem(one, 1), NULL));
     }
     if (*previous != NULL && PyList_Size(*previous) == 0) {
         Py_CLEAR(*previous);
@@ -335,7 +325,8 @@ static int generator_drawn_from(const gck_py *py, PyObject *args, PyObject *kwar
 
 static PyObject *state_of(gck_py *py, PyObject *generator)
 {
-    return generator == NULL ? gck_rng_stash(&py->rng) : PyObject_CallMethodObjArgs(generator, py->rng.get_state, NULL);
+    return generator == NULL ? gck_rng_stash(&py->rng)
+                             : PyObject_CallMethodObjArgs(generator, py->names.get_state, NULL);
 }
 
 int gck_draw_begin(gck_py *py, PyObject *args, PyObject *kwargs, gck_draw *draw)
@@ -381,7 +372,7 @@ int gck_draw_repeat(gck_py *py, PyObject *args, PyObject *kwargs, PyObject *draw
         status = now.before == before ? 1 : gck_is_true(PyObject_CallMethod(now.before, "equal", "O", before));
         if (status > 0) {
             status = now.generator == NULL ? gck_rng_put(&py->rng, after)
-                : gck_done(PyObject_CallMethodObjArgs(now.generator, py->rng.set_state, after, NULL));
+                : gck_done(PyObject_CallMethodObjArgs(now.generator, py->names.set_state, after, NULL));
         }
     }
     gck_draw_clear(&now);

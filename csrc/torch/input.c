@@ -12,10 +12,7 @@ enum { DEVICE_STRIDED_DIMS = 8 };
 
 int gck_version_of(const gck_py *py, PyObject *x, int64_t *version)
 {
-    PyObject *value = PyObject_GetAttr(x, py->names._version);
-
-    *version = value == NULL ? -1 : PyLong_AsLongLong(value);
-    Py_XDECREF(value);
+    *version = gck_as_int64(PyObject_GetAttr(x, py->names._version));
     return *version < 0 && PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
@@ -140,15 +137,12 @@ static int is_dual(const gck_py *py, PyObject *x)
 
 int gck_input_storage(const gck_py *py, const gck_input *in, const void **address)
 {
-    PyObject *value;
     int64_t offset;
 
     if (!(in->known & GCK_FACT_SHAPE) || in->reason != GCK_COMPRESS || in->view.numel == 0) {
         return gck_storage_of(py, in->x, address);
     }
-    value = PyObject_CallMethodObjArgs(in->x, py->names.storage_offset, NULL);
-    offset = value != NULL ? PyLong_AsLongLong(value) : -1;
-    Py_XDECREF(value);
+    offset = gck_as_int64(PyObject_CallMethodObjArgs(in->x, py->names.storage_offset, NULL));
     *address = offset >= 0 ? (const char *)in->view.data - offset * (int64_t)gck_itemsize(in->view.dtype) : NULL;
     return PyErr_Occurred() ? gck_clear_refusal() : 0;
 }

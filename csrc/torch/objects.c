@@ -114,10 +114,8 @@ int gck_raise_torchs(const gck_py *py, const char *kind)
 
 int64_t gck_last_node_number(const gck_py *py)
 {
-    PyObject *value = PyObject_CallNoArgs(py->next_node_number);
-    const int64_t next = value != NULL ? PyLong_AsLongLong(value) : 0;
+    const int64_t next = gck_as_int64(PyObject_CallNoArgs(py->next_node_number));
 
-    Py_XDECREF(value);
     return PyErr_Occurred() ? -1 : next - 1;
 }
 

@@ -140,7 +140,12 @@
     NAME(nbytes) NAME(data) NAME(packed) NAME(_input_metadata) NAME(torch_remat) NAME(output_nr)                  \
     NAME(storage_offset) NAME(_saved_exponent) NAME(_raw_saved_output) NAME(tracing_context) NAME(__dict__)   \
     NAME(_raw_saved_tensors) NAME(_forward_cls)                                                               \
-    NAME(__code__) NAME(torch) NAME(_initialized) NAME(default_generators) NAME(record_stream) NAME(raw)
+    NAME(get_state) NAME(set_state)                                                                           \
+    NAME(__code__) NAME(torch) NAME(_initialized) NAME(default_generators) NAME(record_stream) NAME(raw)      \
+    /* keywords of checkpoint(): */                                                                           \
+    NAME(function) NAME(use_reentrant) NAME(preserve_rng_state) NAME(context_fn) NAME(determinism_check)      \
+    NAME(debug) NAME(early_stop) NAME(respect_saved_tensors_hooks) NAME(compress) NAME(policy) NAME(offload)  \
+    NAME(buffers)
 
 typedef struct {
 #define OBJECT(field, module, attribute) PyObject *field;

@@ -333,6 +333,8 @@ static void end(job *w)
 
 /* ---- the operators ---- */
 
+#define UNUSED __attribute__((unused))
+
 static void encode(StableIValue *stack, int many)
 {
     job w = {.error = ""};
@@ -350,27 +352,21 @@ static void encode(StableIValue *stack, int many)
     stack[0] = result;
 }
 
-static void encode_boxed(StableIValue *stack, uint64_t nargs, uint64_t nreturns)
+static void encode_boxed(StableIValue *stack, UNUSED uint64_t nargs, UNUSED uint64_t nreturns)
 {
-    (void)nargs;
-    (void)nreturns;
     encode(stack, 0);
 }
 
-static void encode_many_boxed(StableIValue *stack, uint64_t nargs, uint64_t nreturns)
+static void encode_many_boxed(StableIValue *stack, UNUSED uint64_t nargs, UNUSED uint64_t nreturns)
 {
-    (void)nargs;
-    (void)nreturns;
     encode(stack, 1);
 }
 
-static void decode_boxed(StableIValue *stack, uint64_t nargs, uint64_t nreturns)
+static void decode_boxed(StableIValue *stack, UNUSED uint64_t nargs, UNUSED uint64_t nreturns)
 {
     job w = {.error = ""};
     int64_t sizes[GCK_MAX_DIM];
 
-    (void)nargs;
-    (void)nreturns;
     begin(&w, 1);
     take_codec(&w, stack[1]);
     take(w.bytes, 0, stack[0]);
@@ -384,13 +380,11 @@ static void decode_boxed(StableIValue *stack, uint64_t nargs, uint64_t nreturns)
     stack[0] = result;
 }
 
-static void decode_many_boxed(StableIValue *stack, uint64_t nargs, uint64_t nreturns)
+static void decode_many_boxed(StableIValue *stack, UNUSED uint64_t nargs, UNUSED uint64_t nreturns)
 {
     job w = {.error = ""};
     const size_t nbytes = length(&w, stack[0]), n = length(&w, stack[2]);
 
-    (void)nargs;
-    (void)nreturns;
     begin(&w, nbytes > n ? nbytes : n);
     take_codec(&w, stack[1]);
     take_list(&w, w.bytes, nbytes, stack[0]);

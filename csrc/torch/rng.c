@@ -44,7 +44,7 @@ PyObject *gck_rng_stash(gck_rng *rng)
     if (rng->window != NULL) {
         memcpy(before, rng->window, sizeof before);
     }
-    state = PyObject_CallMethodObjArgs(rng->generator, rng->get_state, NULL);
+    state = PyObject_CallMethod(rng->generator, "get_state", NULL);
     if (state != NULL && gck_is_simulated()) {         /* of torch's two allocations, its mode sees this one */
         PyObject *own = state;
         state = PyObject_CallMethod(own, "clone", NULL);
@@ -64,7 +64,7 @@ int gck_rng_put(gck_rng *rng, PyObject *state)
     if (state == rng->latest && is_latest(rng)) {  /* faster */
         return 0;
     }
-    result = PyObject_CallMethodObjArgs(rng->generator, rng->set_state, state, NULL);
+    result = PyObject_CallMethod(rng->generator, "set_state", "O", state);
     Py_XDECREF(result);
     if (result == NULL) {
         return -1;
@@ -142,10 +142,7 @@ int gck_rng_swap_back(gck_rng *rng, PyObject **around)
 
 int gck_rng_load(gck_rng *rng)
 {
-    rng->get_state = PyUnicode_InternFromString("get_state");
-    rng->set_state = rng->get_state != NULL ? PyUnicode_InternFromString("set_state") : NULL;
-
-    PyObject *objects = rng->set_state != NULL ? PyImport_ImportModule("gradckpt._engine.torch_objects") : NULL;
+    PyObject *objects = PyImport_ImportModule("gradckpt._engine.torch_objects");
     PyObject *address = objects == NULL ? NULL
         : PyObject_CallMethod(objects, "generator_window", "ii", GCK_RNG_BEFORE, GCK_RNG_WINDOW);
 
@@ -167,8 +164,6 @@ int gck_rng_traverse(gck_rng *rng, visitproc visit, void *arg)
 void gck_rng_clear(gck_rng *rng)
 {
     Py_CLEAR(rng->generator);
-    Py_CLEAR(rng->get_state);
-    Py_CLEAR(rng->set_state);
     Py_CLEAR(rng->latest);
     Py_CLEAR(rng->around);
 }

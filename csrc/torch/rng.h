@@ -12,7 +12,6 @@ enum { GCK_RNG_BEFORE = 20, GCK_RNG_WORDS = 624, GCK_RNG_AFTER = 28,
 
 typedef struct {
     PyObject            *generator;              /* torch.default_generator                   */
-    PyObject            *get_state, *set_state;  /* names                                     */
     PyObject            *latest;                 /* the state read or set last, as torch returned it; or NULL */
     const unsigned char *window;                 /* where the generator keeps its state; NULL: not known */
     unsigned char        seen[GCK_RNG_WINDOW];   /* the window when `latest` was valid        */

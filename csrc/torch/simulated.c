@@ -19,22 +19,19 @@ void gck_count_simulated_placed(int64_t nbytes)
     most_placed = nbytes > most_placed ? nbytes : most_placed;
 }
 
-PyObject *gck_simulated_placed_py(PyObject *module, PyObject *unused)
+PyObject *gck_simulated_placed_py(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     const int64_t most = most_placed;
 
-    (void)module;
-    (void)unused;
     most_placed = 0;
     return Py_BuildValue("LL", (long long)placed, (long long)most);
 }
 
-PyObject *gck_set_simulated_py(PyObject *module, PyObject *args)
+PyObject *gck_set_simulated_py(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned long long first, end;
     int is_device;
 
-    (void)module;
     if (!PyArg_ParseTuple(args, "KKp:set_simulated", &first, &end, &is_device)) {
         return NULL;
     }
@@ -44,9 +41,7 @@ PyObject *gck_set_simulated_py(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyObject *gck_is_simulated_py(PyObject *module, PyObject *unused)
+PyObject *gck_is_simulated_py(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module;
-    (void)unused;
     return PyBool_FromLong(gck_is_simulated());
 }

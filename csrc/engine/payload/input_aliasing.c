@@ -3,24 +3,24 @@
 
 #include "torch/calls.h"
 
-int gck_input_aliasing_add(gck_input_aliasing *a, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload)
+int gck_input_aliasing_add(PyObject **rows, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload)
 {
     int64_t version;
 
-    if (gck_version_of(py, fed, &version) < 0 || (a->rows == NULL && (a->rows = PyList_New(0)) == NULL)) {
+    if (gck_version_of(py, fed, &version) < 0 || (*rows == NULL && (*rows = PyList_New(0)) == NULL)) {
         return -1;
     }
-    return gck_append(a->rows, Py_BuildValue("(OOOL)", in->x, fed, payload != NULL ? payload : Py_None,
-                                             (long long)version));
+    return gck_append(*rows, Py_BuildValue("(OOOL)", in->x, fed, payload != NULL ? payload : Py_None,
+                                           (long long)version));
 }
 
 /* No call here runs Python, so borrowed references stay valid. */
-PyObject *gck_input_aliasing_find(const gck_input_aliasing *a, const gck_input *in, PyObject **fed)
+PyObject *gck_input_aliasing_find(PyObject *rows, const gck_input *in, PyObject **fed)
 {
     PyObject *row, *payload = Py_None, *same = NULL;
 
-    for (Py_ssize_t i = 0; a->rows != NULL && payload == Py_None && i < PyList_Size(a->rows); i++) {
-        row = PyList_GetItem(a->rows, i);
+    for (Py_ssize_t i = 0; rows != NULL && payload == Py_None && i < PyList_Size(rows); i++) {
+        row = PyList_GetItem(rows, i);
         if (PyTuple_GetItem(row, 0) == in->x) {
             payload = PyTuple_GetItem(row, 2);
             same = PyTuple_GetItem(row, 1);
@@ -48,9 +48,8 @@ static int is_changed(const gck_py *py, PyObject *rows, Py_ssize_t i)
     return status;
 }
 
-int gck_input_aliasing_check(gck_input_aliasing *a, const gck_py *py)
+int gck_input_aliasing_check(PyObject *rows, const gck_py *py)
 {
-    PyObject *rows = Py_XNewRef(a->rows), *checked;
     const Py_ssize_t n = rows != NULL ? PyList_Size(rows) : 0;
     int changed = 0;                             /* versions report more than is needed: views share one */
 
@@ -58,12 +57,7 @@ int gck_input_aliasing_check(gck_input_aliasing *a, const gck_py *py)
         changed = is_changed(py, rows, i);
     }
     if (changed > 0) {
-        checked = PyObject_CallFunction(py->call.check_aliases, "O", rows);
-        changed = checked == NULL ? -1 : 0;
-        Py_XDECREF(checked);
+        changed = gck_done(PyObject_CallFunction(py->call.check_aliases, "O", rows));
     }
-    Py_XDECREF(rows);
     return changed;
 }
-
-void gck_input_aliasing_clear(gck_input_aliasing *a) { Py_CLEAR(a->rows); }

@@ -9,24 +9,20 @@
 #include "torch/input.h"
 #include "torch/objects.h"
 
-typedef struct {
-    PyObject *rows;          /* owned list of (the tensor, what the function gets for it, its payload, version of the
-                                second); payload None: by reference; NULL: no rows */
-} gck_input_aliasing;
+/* `rows`: a list of (the tensor, what the function gets for it, its payload, version of the second); payload None: by
+ * reference; NULL: no rows. */
 
-/* Add the argument in->x.  `fed` is what the function gets for it, and `payload` what it is kept
+/* Add the argument in->x to *rows.  `fed` is what the function gets for it, and `payload` what it is kept
  * as; NULL: by reference.  0 or -1. */
-int gck_input_aliasing_add(gck_input_aliasing *aliases, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload);
+int gck_input_aliasing_add(PyObject **rows, gck_py *py, gck_input *in, PyObject *fed, PyObject *payload);
 
 /* New reference: the payload that x, with these values, already got as an argument, and *fed; or
  * NULL. */
-PyObject *gck_input_aliasing_find(const gck_input_aliasing *aliases, const gck_input *in, PyObject **fed);
+PyObject *gck_input_aliasing_find(PyObject *rows, const gck_input *in, PyObject **fed);
 
 /* After the function has run, copy what it wrote to an argument's replacement to the argument.  0,
  * or -1 with an exception, also when the function wrote to memory that a compressed argument shares
  * with another. */
-int gck_input_aliasing_check(gck_input_aliasing *aliases, const gck_py *py);
-
-void gck_input_aliasing_clear(gck_input_aliasing *aliases);
+int gck_input_aliasing_check(PyObject *rows, const gck_py *py);
 
 #endif

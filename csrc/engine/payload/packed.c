@@ -44,48 +44,26 @@ static int judge(gck_packing *p, gck_input *in)
 
 int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter)
 {
-    PyObject *nbytes = PyObject_GetAttr(x, py->names.nbytes);
+    const int64_t nbytes = gck_as_int64(PyObject_GetAttr(x, py->names.nbytes));
 
-    *counter += nbytes != NULL ? PyLong_AsLongLong(nbytes) : 0;
-    Py_XDECREF(nbytes);
+    *counter += nbytes > 0 ? nbytes : 0;
     return PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
 /* 1 when a tensor that stays uncompressed for this reason could have been compressed. */
 static int could_be_compressed(int reason) { return reason != GCK_SKIP_NO_GRAD && reason != GCK_SKIP_LEAF; }
 
+void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason, int by)
+{
+    state->stats.uncompressed[reason] += by;
+    state->stats.eligible += could_be_compressed(reason) ? by : 0;
+    state->stats.uncompressed_bytes += could_be_compressed(reason) ? by * nbytes : 0;
+}
+
 int gck_count_uncompressed(gck_state *state, PyObject *x, int reason)
 {
-    gck_stats *s = &state->stats;
-
-    s->uncompressed[reason]++;
-    if (!could_be_compressed(reason)) {
-        return 0;
-    }
-    s->eligible++;
-    return gck_count_bytes(&state->py, x, &s->uncompressed_bytes);
-}
-
-void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason)
-{
-    state->stats.uncompressed[reason]++;
-    state->stats.eligible += could_be_compressed(reason);
-    state->stats.uncompressed_bytes += could_be_compressed(reason) ? nbytes : 0;
-}
-
-void gck_uncount_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason)
-{
-    state->stats.uncompressed[reason]--;
-    state->stats.eligible -= could_be_compressed(reason);
-    state->stats.uncompressed_bytes -= could_be_compressed(reason) ? nbytes : 0;
-}
-
-/* Store in *forward what the forward gets in place of x.  0 or -1. */
-static int replay(gck_packing *p, PyObject *x, PyObject *payload, PyObject **forward)
-{
-    *forward = p->plan.fake_quantize ? PyObject_CallFunction(p->state->py.call.straight_through, "OO", x, payload)
-                              : Py_NewRef(x);
-    return *forward == NULL ? -1 : 0;
+    gck_count_uncompressed_bytes(state, 0, reason, 1);
+    return could_be_compressed(reason) ? gck_count_bytes(&state->py, x, &state->stats.uncompressed_bytes) : 0;
 }
 
 /* New reference: a payload of the tensor, which has been judged, and *forward.  NULL without an
@@ -107,8 +85,12 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
                                   p->plan.place, batch, skip);
     }
     Py_XDECREF((PyObject *)first);
+    if (payload != NULL) {
+        *forward = p->plan.fake_quantize ? PyObject_CallFunction(state->py.call.straight_through, "OO", in->x, payload)
+                                         : Py_NewRef(in->x);
+    }
     if (payload != NULL
-        && (replay(p, in->x, payload, forward) < 0
+        && (*forward == NULL
             || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0))) {
         Py_CLEAR(*forward);
         Py_CLEAR(payload);
@@ -134,7 +116,7 @@ static int encode(gck_packing *p, gck_input *in, gck_packed *entry, PyObject **f
     if (reason != GCK_COMPRESS) {
         return reason < 0 ? -1 : gck_count_uncompressed(p->state, in->x, reason);
     }
-    again = p->inputs == NULL ? gck_input_aliasing_find(&p->aliases, in, forward) : NULL;
+    again = p->inputs == NULL ? gck_input_aliasing_find(p->aliases, in, forward) : NULL;
     if (again == NULL || p->outer) {
         payload = make_payload(p, in, again == NULL ? forward : &fed, &skip);
         Py_XDECREF(fed);
@@ -402,7 +384,7 @@ int gck_pack_slices(gck_packing *p, gck_packed *entries, Py_ssize_t n)
     for (Py_ssize_t i = 0; i < n; i++) {
         found = collect(&entries[i], of, found);
     }
-    status = gck_slices_find(&p->state->py, p->aliases.rows, of, found);
+    status = gck_slices_find(&p->state->py, p->aliases, of, found);
     free(of);
     return status;
 }

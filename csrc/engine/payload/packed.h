@@ -38,7 +38,7 @@ typedef struct {
     int        outer;            /* outer saved-tensor hooks are active, and payloads go through them */
     int        payloads;         /* out: the number of entries that became payloads               */
     gck_batch *batch;            /* where encoding may be deferred                                */
-    gck_input_aliasing aliases;  /* out, with a codec: the tensors; the caller clears it          */
+    PyObject  *aliases;          /* out, with a codec: the rows of input_aliasing.h; the caller's */
     PyObject  *inputs;           /* list, out: tensors, which become inputs of a node and are checked
                                     against their versions; NULL: the region is no node           */
     int        nested;           /* the same for tensors in containers                            */
@@ -71,9 +71,8 @@ int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter);
 /* Count in stats() that x stays uncompressed for this reason.  0 or -1. */
 int gck_count_uncompressed(gck_state *state, PyObject *x, int reason);
 
-/* The same for a tensor of known size; and take that back. */
-void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason);
-void gck_uncount_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason);
+/* The same for a tensor of known size (by 1); take that back (-1). */
+void gck_count_uncompressed_bytes(gck_state *state, int64_t nbytes, int reason, int by);
 
 int  gck_packed_traverse(gck_packed *entry, visitproc visit, void *arg);
 void gck_packed_clear(gck_packed *entry);

@@ -131,7 +131,6 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
  * that holds the same bytes; NULL with an exception. */
 static gck_payload *accept(gck_payload *self, gck_payload *first)
 {
-    gck_stats *s = &self->state->stats;
     const int late = gck_counts_as_device(self->device);       /* it will tell */
     const int same = first != NULL && !late ? gck_sharing_proof(self, first) : 0;
 
@@ -139,15 +138,12 @@ static gck_payload *accept(gck_payload *self, gck_payload *first)
         return NULL;
     }
     if (same) {
-        s->shared++;
+        self->state->stats.shared++;
         self = first;
     } else {
         self->counted = self->fresh = 1;
         self->epoch = self->state->epoch;
-        s->encoded++;
-        s->codecs[gck_codec_index(self->codec)]++;
-        s->bytes_in += self->bytes_in;
-        s->bytes_out += self->nbytes;
+        gck_payload_count_encoded(self, 1);
         if (gck_is_placed(&self->placed) && !self->has_values) {
             gck_count_simulated_placed(self->nbytes);
         }
@@ -293,60 +289,44 @@ static void payload_dealloc(PyObject *op)
     gck_object_free(op);
 }
 
-static PyObject *payload_decode_method(PyObject *op, PyObject *unused)
+static PyObject *payload_decode_method(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return gck_payload_decode((gck_payload *)op);
 }
 
-static PyObject *payload_codec(PyObject *op, void *closure)
+static PyObject *payload_codec(PyObject *op, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return PyUnicode_FromString(((gck_payload *)op)->codec->name);
 }
 
-static PyObject *payload_codes(PyObject *op, void *closure)
-{
-    gck_arrays arrays;
-
-    (void)closure;
-    if (gck_payload_arrays((gck_payload *)op, &arrays) < 0) {
-        return NULL;
-    }
-    Py_XDECREF(arrays.scales);
-    return arrays.codes;
-}
-
-static PyObject *payload_scales(PyObject *op, void *closure)
+/* closure: not NULL for the second. */
+static PyObject *payload_array(PyObject *op, void *closure)
 {
     gck_payload *self = (gck_payload *)op;
     gck_arrays arrays;
 
-    (void)closure;
     if (gck_payload_arrays(self, &arrays) < 0) {
         return NULL;
     }
-    Py_DECREF(arrays.codes);
-    return arrays.scales != NULL ? arrays.scales : gck_bytes_empty(&self->state->py, 0, self->device);
+    Py_XDECREF(closure != NULL ? arrays.codes : arrays.scales);
+    return closure == NULL ? arrays.codes
+         : arrays.scales != NULL ? arrays.scales : gck_bytes_empty(&self->state->py, 0, self->device);
 }
 
-static PyObject *payload_shape(PyObject *op, void *closure)
+static PyObject *payload_shape(PyObject *op, void *Py_UNUSED(closure))
 {
     gck_payload *self = (gck_payload *)op;
 
-    (void)closure;
     return PyObject_CallFunction(self->state->py.size, "(N)", gck_sizes(self->ndim, self->sizes));
 }
 
-static PyObject *payload_dtype(PyObject *op, void *closure)
+static PyObject *payload_dtype(PyObject *op, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return Py_NewRef(gck_dtype_object(&((gck_payload *)op)->state->py, ((gck_payload *)op)->dtype));
 }
 
-static PyObject *payload_device(PyObject *op, void *closure)
+static PyObject *payload_device(PyObject *op, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return gck_device_object(&((gck_payload *)op)->state->py, ((gck_payload *)op)->device);
 }
 
@@ -368,9 +348,9 @@ static PyGetSetDef payload_getset[] = {
     {"shape", payload_shape, NULL, "Shape of the original.", NULL},
     {"dtype", payload_dtype, NULL, "Dtype of the original.", NULL},
     {"device", payload_device, NULL, "Device of the original.", NULL},
-    {"codes", payload_codes, NULL, "Its first array: a uint8 tensor (docs/codecs.md describes it). Not a copy.", NULL},
-    {"scales", payload_scales, NULL, "Its second array, uint8, which is small; empty: the codec has none. Not a copy.",
-     NULL},
+    {"codes", payload_array, NULL, "Its first array: a uint8 tensor (docs/codecs.md describes it). Not a copy.", NULL},
+    {"scales", payload_array, NULL, "Its second array, uint8, which is small; empty: the codec has none. Not a copy.",
+     "scales"},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -293,6 +293,16 @@ int gck_payload_arrays(gck_payload *self, gck_arrays *arrays)
     return 0;
 }
 
+void gck_payload_count_encoded(const gck_payload *self, int by)
+{
+    gck_stats *s = &self->state->stats;
+
+    s->encoded += by;
+    s->codecs[gck_codec_index(self->codec)] += by;
+    s->bytes_in += by * self->bytes_in;
+    s->bytes_out += by * self->nbytes;
+}
+
 void gck_payload_uncount(gck_payload *self)
 {
     self->state->stats.live_bytes -= self->live ? self->nbytes : 0;

@@ -108,6 +108,9 @@ int gck_payload_work(gck_payload *payload, PyObject *tensor, gck_arrays arrays, 
 /* New references: the arrays, through the outer hooks when those have them.  0 or -1. */
 int gck_payload_arrays(gck_payload *payload, gck_arrays *arrays);
 
+/* Count its encode in stats() (by 1), or no longer (-1); 0: nothing. */
+void gck_payload_count_encoded(const gck_payload *payload, int by);
+
 /* Stop counting its bytes: other code owns them now. */
 void gck_payload_uncount(gck_payload *payload);
 

@@ -104,10 +104,7 @@ static void count_overflow(gck_payload *p)
     p->counted = 0;
     gck_payload_uncount(p);
     if (p->epoch == p->state->epoch) {           /* else reset_stats() has dropped it */
-        s->encoded -= p->fresh;
-        s->codecs[gck_codec_index(p->codec)] -= p->fresh;
-        s->bytes_in -= p->fresh ? p->bytes_in : 0;
-        s->bytes_out -= p->fresh ? p->nbytes : 0;
+        gck_payload_count_encoded(p, -p->fresh);
         s->shared -= p->uses - p->fresh;
         s->compressed -= p->uses;
         s->uncompressed[gck_is_sized_late(p) ? GCK_SKIP_DENSE : GCK_SKIP_OVERFLOW] += p->uses;
@@ -189,7 +186,6 @@ int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
 /* The answer came. */
 static void settle_twin(gck_payload *self, int equal)
 {
-    gck_stats *s = &self->state->stats;
     gck_payload *first = self->twin;
 
     if (!equal) {                                /* written to since, where no version tells */
@@ -204,11 +200,8 @@ static void settle_twin(gck_payload *self, int equal)
     self->merged = 1;
     gck_payload_uncount(self);
     if (self->epoch == self->state->epoch) {     /* else reset_stats() has dropped it */
-        s->shared += self->fresh;
-        s->encoded -= self->fresh;
-        s->codecs[gck_codec_index(self->codec)] -= self->fresh;
-        s->bytes_in -= self->fresh ? self->bytes_in : 0;
-        s->bytes_out -= self->fresh ? self->nbytes : 0;
+        self->state->stats.shared += self->fresh;
+        gck_payload_count_encoded(self, -self->fresh);
         self->fresh = 0;
     }
     gck_arrays_clear(&self->arrays);
@@ -350,9 +343,8 @@ PyObject *gck_late_overflow(PyObject *module, PyObject *seconds)
     Py_RETURN_NONE;
 }
 
-PyObject *gck_settle_overflow(PyObject *module, PyObject *unused)
+PyObject *gck_settle_overflow(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     for (gck_payload *p = gck_state_of(module)->pending; p != NULL; p = p->next_pending) {
         if (p->device < 0) {
             write_flag(p, p->late);

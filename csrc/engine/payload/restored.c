@@ -15,10 +15,9 @@ static PyObject *restore_versioned(gck_state *state, PyObject *x, int64_t versio
         return NULL;
     }
     if (in.leaf) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "Trying to use a saved tensor that has been detached in-place, i.e. with .detach_()."
-                        "This is not supported, please use out-of-place `.detach()` instead");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError,
+                            "Trying to use a saved tensor that has been detached in-place, i.e. with .detach_()."
+                            "This is not supported, please use out-of-place `.detach()` instead");
     }
     if (in.version != version) {
         return PyObject_CallFunction(state->py.call.raise_modified, "OL", x, (long long)version);

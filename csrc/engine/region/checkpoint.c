@@ -171,51 +171,37 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
     frame->function = Py_NewRef(o->function);
     frame->once = Py_XNewRef(o->once);
     frame->early_stop = gck_options_overridden(state, state->py.names._enable_checkpoint_early_stop, o->early_stop, 1);
-    if (preserve < 0 || frame->early_stop < 0
-        || gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) < 0
-        || sample(frame, &packing.plan) < 0
-        || (initialized = preserve ? gck_accelerator_initialized(&state->py) : 1) < 0) {
-        goto exit;
-    }
-    result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
-    if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
-        convert_stop_iteration(&state->py);
-    }
-    if (result != NULL && ((preserve && check_accelerator(&state->py, initialized) < 0)
-                           || gck_input_aliasing_check(&packing.aliases, &state->py) < 0)) {
-        Py_CLEAR(result);
+    if (preserve >= 0 && frame->early_stop >= 0
+        && gck_region_keep(frame, &packing, args, nargs, kwargs, preserve, o->exact, &fed_args, &fed_kwargs) == 0
+        && sample(frame, &packing.plan) == 0
+        && (initialized = preserve ? gck_accelerator_initialized(&state->py) : 1) >= 0) {
+        result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
     }
     if (result != NULL
-        && gck_samples_returned(&frame->samples, (PyObject *)frame, result, GCK_NODES - state->nodes_known) < 0) {
-        Py_CLEAR(result);
-    }
-    if (result != NULL && frame->calls != NULL
-        && gck_done(PyObject_CallFunction(state->py.call.finish_calls, "Oni", frame->calls, frame->nslots,
-                                          frame->early_stop)) < 0) {
+        && ((preserve && check_accelerator(&state->py, initialized) < 0)
+            || gck_input_aliasing_check(packing.aliases, &state->py) < 0
+            || gck_samples_returned(&frame->samples, (PyObject *)frame, result, GCK_NODES - state->nodes_known) < 0
+            || (frame->calls != NULL
+                && gck_done(PyObject_CallFunction(state->py.call.finish_calls, "Oni", frame->calls, frame->nslots,
+                                                  frame->early_stop)) < 0))) {
         Py_CLEAR(result);
     }
     if (result != NULL) {
         frame->phase = GCK_SAVED_PHASE;
     }
-
-exit:
-    gck_input_aliasing_clear(&packing.aliases);
+    Py_CLEAR(packing.aliases);
     Py_XDECREF(fed_args);
     Py_XDECREF(fed_kwargs);
     return result;
 }
 
 /* With grad off torch too only calls the function, outside the contexts. */
-static PyObject *call_plain(const gck_py *py, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
-                            PyObject *kwargs)
+static PyObject *call_plain(const gck_options *o, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
     PyObject *tuple = gck_tuple(args, nargs);
     PyObject *result = tuple != NULL ? PyObject_Call(o->function, tuple, kwargs) : NULL;
 
     Py_XDECREF(tuple);
-    if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
-        convert_stop_iteration(py);
-    }
     return result;
 }
 
@@ -233,7 +219,10 @@ static PyObject *call_non_reentrant(gck_state *state, const gck_options *o, PyOb
     if (frame != NULL && make_contexts(state, o, &context, frame) == 0) {
         result = gck_torch.aoti_torch_grad_mode_is_enabled()
             ? record(state, frame, o, &plan, context, args, nargs, kwargs)
-            : call_plain(&state->py, o, args, nargs, kwargs);
+            : call_plain(o, args, nargs, kwargs);
+        if (result == NULL && PyErr_ExceptionMatches(PyExc_StopIteration)) {
+            convert_stop_iteration(&state->py);
+        }
     }
     Py_XDECREF(context);
     Py_XDECREF(place);

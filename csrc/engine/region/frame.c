@@ -21,21 +21,6 @@ gck_frame *gck_frame_new(gck_state *state)
     return frame;
 }
 
-static int grow(gck_frame *frame)
-{
-    /* Few steps, and a small first block: malloc tidies up before it gives one of 1,024 bytes and more. */
-    const Py_ssize_t capacity = frame->capacity == 0 ? 4 : (frame->capacity < 64 ? 4 : 2) * frame->capacity;
-    gck_slot *slots = realloc(frame->slots, (size_t)capacity * sizeof *slots);
-
-    if (slots == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    frame->slots = slots;
-    frame->capacity = capacity;
-    return 0;
-}
-
 gck_op_storage *gck_frame_store(const gck_frame *frame)
 {
     gck_op_storage *of_contexts = gck_context_store(frame->state, frame->recompute_context);
@@ -43,7 +28,8 @@ gck_op_storage *gck_frame_store(const gck_frame *frame)
     return of_contexts != NULL ? of_contexts : frame->store;
 }
 
-PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
+/* New reference: a Holder for the next slot; remembers x's metadata. */
+static PyObject *add_slot(gck_frame *frame, PyObject *x)
 {
     const gck_py *py = &frame->state->py;
     gck_holder *holder = NULL;
@@ -57,7 +43,7 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     if ((store == NULL || gck_op_watch_save(store, x) == 0)
         && (frame->check == GCK_CHECK_NOTHING || gck_metadata_of(py, frame->metadata_fn, x, 0, &meta) == 0)
         && (!gck_checks_origins(frame) || gck_origin_of(py, frame->run, look, x, &origin, &grad) == 0)
-        && (frame->nslots < frame->capacity || grow(frame) == 0)) {
+        && gck_make_room(&frame->slots, frame->nslots, &frame->capacity, sizeof *frame->slots) == 0) {
         holder = PyObject_New(gck_holder, frame->state->Holder);
     }
     if (holder == NULL) {
@@ -69,7 +55,7 @@ PyObject *gck_frame_add(gck_frame *frame, PyObject *x)
     holder->index = frame->nslots;
     frame->state->nodes_known += origin.node != NULL;
     frame->slots[frame->nslots++] = (gck_slot){holder, meta, origin};
-    if (gck_samples_saved(&frame->samples, holder->index, x) < 0) {
+    if (gck_samples_note(&frame->samples, "note_saved", holder->index, x) < 0) {
         Py_DECREF((PyObject *)holder);
         return NULL;
     }
@@ -80,36 +66,29 @@ int gck_frame_remember(gck_frame *frame, const gck_run *run)
 {
     frame->layouts = run->layouts;
     for (int i = 0; i < run->n; i++) {
-        PyObject *old = frame->originals[i];
+        Py_CLEAR(frame->originals[i]);           /* of a node's forward that was called twice */
         if ((frame->originals[i] = PyWeakref_NewRef(run->given[i], NULL)) == NULL) {
-            Py_XDECREF(old);
             return -1;
         }
-        Py_XDECREF(old);
     }
     return 0;
 }
 
 /* ---- Frame ---- */
 
+#define OF(field) offsetof(gck_frame, field)
+static const gck_owned frame_owned[] = {
+    OF(function), OF(once), OF(kwnames), OF(recompute_context), OF(metadata_fn), OF(error_callback), OF(store),
+    OF(calls), OF(remat), OF(samples.taken), OF(node.policy_fn), OF(node.parameters_in), OF(node.outputs),
+    OF(ambient.cpu_rng), OF(ambient.device_rng), OF(ambient.autocast.types), OF(ambient.autocast.cpu_dtype),
+    OF(ambient.autocast.device_dtype), OF(ambient.device), 0,
+};
+#undef OF
+
 static int frame_traverse(PyObject *op, visitproc visit, void *arg)
 {
     gck_frame *frame = (gck_frame *)op;
 
-    Py_VISIT(Py_TYPE(op));
-    Py_VISIT(frame->function);
-    Py_VISIT(frame->once);
-    Py_VISIT(frame->kwnames);
-    Py_VISIT(frame->recompute_context);
-    Py_VISIT(frame->metadata_fn);
-    Py_VISIT(frame->error_callback);
-    Py_VISIT((PyObject *)frame->store);
-    Py_VISIT(frame->calls);
-    Py_VISIT(frame->remat);
-    Py_VISIT(frame->samples.taken);
-    Py_VISIT(frame->node.policy_fn);
-    Py_VISIT(frame->node.parameters_in);
-    Py_VISIT(frame->node.outputs);
     for (Py_ssize_t i = 0; frame->args != NULL && i < frame->nargs + frame->nkwargs; i++) {
         int result = gck_packed_traverse(&frame->args[i], visit, arg);
         if (result != 0) {
@@ -124,11 +103,11 @@ static int frame_traverse(PyObject *op, visitproc visit, void *arg)
     for (Py_ssize_t t = 0; t < frame->recomputed.n; t++) {
         const gck_recomputed *table = frame->recomputed.table[t];
         Py_VISIT(table->group);
-        for (Py_ssize_t i = 0; table->values != NULL && i < table->size; i++) {
-            Py_VISIT(table->values[i]);
+        for (Py_ssize_t i = 0; i < table->size; i++) {
+            Py_VISIT(table->slots[i].value);
         }
     }
-    return gck_ambient_traverse(&frame->ambient, visit, arg);
+    return gck_object_visit(op, frame_owned, visit, arg);
 }
 
 static int frame_clear(PyObject *op)
@@ -150,35 +129,10 @@ static int frame_clear(PyObject *op)
         gck_packed_clear(&args[i]);
     }
     free(args);
-    Py_CLEAR(frame->function);
-    Py_CLEAR(frame->once);
-    Py_CLEAR(frame->kwnames);
-    Py_CLEAR(frame->recompute_context);
-    Py_CLEAR(frame->metadata_fn);
-    Py_CLEAR(frame->error_callback);
-    Py_CLEAR(frame->store);
-    Py_CLEAR(frame->calls);
-    Py_CLEAR(frame->remat);
     gck_samples_clear(&frame->samples);
-    Py_CLEAR(frame->node.policy_fn);
-    Py_CLEAR(frame->node.parameters_in);
-    Py_CLEAR(frame->node.outputs);
     gck_uncount_random(frame->state, frame->random_bytes);
     frame->random_bytes = 0;
-    gck_ambient_clear(&frame->ambient);
-    return 0;
-}
-
-/* Count a region that no backward has met: one that saved nothing had no need of it. */
-static void count_unmet(const gck_frame *frame)
-{
-    gck_stats *s = &frame->state->stats;
-
-    if (frame->phase == GCK_SAVED_PHASE && frame->nslots == 0) {
-        s->regions_met++;
-    } else {
-        s->regions_dropped++;
-    }
+    return gck_owned_clear(op, frame_owned);
 }
 
 static void frame_dealloc(PyObject *op)
@@ -192,8 +146,10 @@ static void frame_dealloc(PyObject *op)
             frame->slots[i].holder->frame = NULL;
         }
     }
-    if (gck_frame_is_unmet(frame)) {
-        count_unmet(frame);
+    if (gck_frame_is_unmet(frame)) {             /* one that saved nothing had no need of a backward */
+        const int met = frame->phase == GCK_SAVED_PHASE && frame->nslots == 0;
+        frame->state->stats.regions_met += met;
+        frame->state->stats.regions_dropped += !met;
     }
     frame_clear(op);
     free(frame->slots);
@@ -201,32 +157,19 @@ static void frame_dealloc(PyObject *op)
     gck_object_free(op);
 }
 
-static PyObject *frame_call(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *frame_call(PyObject *self, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
     PyObject *x;
 
-    (void)kwargs;
-    return PyArg_ParseTuple(args, "O:pack", &x) ? (PyObject *)gck_frame_add((gck_frame *)self, x) : NULL;
+    return PyArg_ParseTuple(args, "O:pack", &x) ? add_slot((gck_frame *)self, x) : NULL;
 }
-
-static PyObject *frame_user_hooks(PyObject *self, void *unused)
-{
-    (void)unused;
-    return gck_user_hooks_of(((gck_frame *)self)->state, self);
-}
-
-static PyGetSetDef frame_getset[] = {
-    {"_checkpoint_internal", gck_is_internal, NULL, NULL, NULL},
-    {"_user_hooks", frame_user_hooks, NULL, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
 
 static PyType_Slot frame_slots[] = {
     {Py_tp_dealloc, frame_dealloc},
     {Py_tp_traverse, frame_traverse},
     {Py_tp_clear, frame_clear},
     {Py_tp_call, frame_call},
-    {Py_tp_getset, frame_getset},
+    {Py_tp_getset, gck_hook_getset},
     {0, NULL},
 };
 
@@ -244,9 +187,9 @@ static PyObject *take_value(gck_frame *frame, Py_ssize_t index)
 {
     for (Py_ssize_t i = 0; i < frame->recomputed.n; i++) {
         gck_recomputed *t = frame->recomputed.table[i];
-        if (t->values != NULL && index < t->size && t->values[index] != NULL) {
-            PyObject *value = t->values[index];
-            t->values[index] = NULL;
+        if (index < t->size && t->slots[index].value != NULL) {
+            PyObject *value = t->slots[index].value;
+            t->slots[index].value = NULL;
             if (--t->left == 0 && t->phase == GCK_FILLED) {
                 gck_recomputed_drain(t);
             }
@@ -273,11 +216,10 @@ static void holder_dealloc(PyObject *op)
 }
 
 /* (frame, index of the slot); None once the frame is gone. */
-static PyObject *holder_slot(PyObject *op, void *unused)
+static PyObject *holder_slot(PyObject *op, void *Py_UNUSED(unused))
 {
     const gck_holder *holder = (gck_holder *)op;
 
-    (void)unused;
     return holder->frame != NULL ? Py_BuildValue("On", (PyObject *)holder->frame, holder->index) : Py_NewRef(Py_None);
 }
 

@@ -106,9 +106,6 @@ gck_frame *gck_frame_new(gck_state *state);
 /* Borrowed: what the region keeps for its policy and of discrete outputs; NULL: nothing. */
 gck_op_storage *gck_frame_store(const gck_frame *frame);
 
-/* New reference: a Holder for the next slot; remembers x's metadata. */
-PyObject *gck_frame_add(gck_frame *frame, PyObject *x);
-
 /* Remember the arguments of the forward for the recompute.  0 or -1. */
 int gck_frame_remember(gck_frame *frame, const gck_run *run);
 

@@ -57,51 +57,28 @@ static PyObject *values_of(PyObject *module, PyObject *name)
     return values;
 }
 
-/* Collect the parameters of module and its children that require grad, each once.  0 or -1. */
-static int collect_parameters(const gck_py *py, PyObject *module, PyObject *list, PyObject *seen)
+/* Add a module and those inside it, each once, in the order of Module.modules().  0 or -1. */
+static int collect(const gck_py *py, PyObject *module, PyObject *list, PyObject *seen)
 {
-    PyObject *const names[] = {py->names._parameters, py->names._modules};
-    int status = 0;
+    const int known = module == Py_None ? 1 : see(seen, module);
+    PyObject *children = known == 0 && PyList_Append(list, module) == 0 ? values_of(module, py->names._modules) : NULL;
+    int status = known > 0 ? 0 : children == NULL ? -1 : 0;
 
-    for (int k = 0; k < 2 && status == 0; k++) {
-        PyObject *values = values_of(module, names[k]);
-        status = values == NULL ? -1 : 0;
-        for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(values); i++) {
-            PyObject *value = PyList_GetItem(values, i);
-            const int known = value == Py_None ? 1 : see(seen, value);
-            if (known != 0) {
-                status = known < 0 ? -1 : 0;
-            } else if (k == 1) {
-                status = collect_parameters(py, value, list, seen);
-            } else {
-                const int grad = gck_attr_is_true(value, py->names.requires_grad);
-                status = grad > 0 ? PyList_Append(list, value) : grad;
-            }
-        }
-        Py_XDECREF(values);
+    for (Py_ssize_t i = 0; children != NULL && status == 0 && i < PyList_Size(children); i++) {
+        status = collect(py, PyList_GetItem(children, i), list, seen);
     }
+    Py_XDECREF(children);
     return status;
 }
 
 PyObject *gck_modules_of(const gck_py *py, PyObject *roots)
 {
-    PyObject *list = PyList_New(0), *seen = PyDict_New(), *next = Py_NewRef(roots);
+    PyObject *list = PyList_New(0), *seen = PyDict_New();
     int status = list == NULL || seen == NULL ? -1 : 0;
 
-    /* `next`: the roots, then the children of list[0], of list[1] and so on. */
-    for (Py_ssize_t parent = 0; status == 0; parent++) {
-        for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(next); i++) {
-            PyObject *module = PyList_GetItem(next, i);
-            const int known = module == Py_None ? 1 : see(seen, module);
-            status = known != 0 ? (known < 0 ? -1 : 0) : PyList_Append(list, module);
-        }
-        Py_CLEAR(next);
-        if (status < 0 || parent == PyList_Size(list)) {
-            break;
-        }
-        status = (next = values_of(PyList_GetItem(list, parent), py->names._modules)) == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(roots); i++) {
+        status = collect(py, PyList_GetItem(roots, i), list, seen);
     }
-    Py_XDECREF(next);
     Py_XDECREF(seen);
     if (status < 0) {
         Py_CLEAR(list);
@@ -109,14 +86,38 @@ PyObject *gck_modules_of(const gck_py *py, PyObject *roots)
     return list;
 }
 
+/* Add the parameters that a module has itself.  0 or -1. */
+static int add_own(const gck_py *py, PyObject *module, PyObject *list, PyObject *seen)
+{
+    PyObject *values = values_of(module, py->names._parameters);
+    int status = values == NULL ? -1 : 0;
+
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(values); i++) {
+        PyObject *value = PyList_GetItem(values, i);
+        const int known = value == Py_None ? 1 : see(seen, value);
+        const int grad = known < 0 ? -1 : known ? 0 : gck_attr_is_true(value, py->names.requires_grad);
+        status = grad > 0 ? PyList_Append(list, value) : grad;
+    }
+    Py_XDECREF(values);
+    return status;
+}
+
 PyObject *gck_parameters_of(const gck_py *py, PyObject *module)
 {
-    PyObject *list = PyList_New(0), *seen = PyDict_New();
+    PyObject *list = PyList_New(0), *seen = list != NULL ? PyDict_New() : NULL;
+    PyObject *roots = seen != NULL ? Py_BuildValue("[O]", module) : NULL;
+    PyObject *modules = roots != NULL ? gck_modules_of(py, roots) : NULL;
+    int status = modules == NULL ? -1 : 0;
 
-    if (list == NULL || seen == NULL || collect_parameters(py, module, list, seen) < 0) {
-        Py_CLEAR(list);
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(modules); i++) {
+        status = add_own(py, PyList_GetItem(modules, i), list, seen);
     }
     Py_XDECREF(seen);
+    Py_XDECREF(roots);
+    Py_XDECREF(modules);
+    if (status < 0) {
+        Py_CLEAR(list);
+    }
     return list;
 }
 
@@ -130,7 +131,7 @@ int gck_known(PyObject *known, PyObject *x)
     return reference != NULL && PyWeakref_GetObject(reference) == x;
 }
 
-int gck_remember(PyObject *known, PyObject *x)
+void gck_remember(PyObject *known, PyObject *x)
 {
     PyObject *key = PyLong_FromVoidPtr(x), *reference = PyWeakref_NewRef(x, NULL);
 
@@ -143,16 +144,14 @@ int gck_remember(PyObject *known, PyObject *x)
     Py_XDECREF(key);
     Py_XDECREF(reference);
     gck_error_report();                          /* not remembered: checked again next time */
-    return 0;
 }
 
 /* Replace each value of the dict that is not a `kind` by kind(value), and a plain OrderedDict by
  * its subclass `type`, which does the same with later values.  No other thread runs in between. */
-PyObject *gck_guard_hooks(PyObject *module, PyObject *args)
+PyObject *gck_guard_hooks(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *hooks, *type, *kind, *items, *key, *hook;
 
-    (void)module;
     if (!PyArg_ParseTuple(args, "O!O!O:guard_hooks", &PyDict_Type, &hooks, &PyType_Type, &type, &kind)) {
         return NULL;
     }

@@ -18,8 +18,8 @@ PyObject *gck_modules_of(const gck_py *py, PyObject *roots);
 /* Facts about objects, in a dict id -> weak reference, which tells a dead object from a new one at
  * its address. */
 int gck_known(PyObject *known, PyObject *x);                                     /* 1 or 0 */
-/* Remember the object.  Objects without weak references are skipped.  Always 0. */
-int gck_remember(PyObject *known, PyObject *x);
+/* Remember the object.  Objects without weak references are skipped. */
+void gck_remember(PyObject *known, PyObject *x);
 
 /* For gradckpt._engine.parameter_hooks. */
 PyObject *gck_guard_hooks(PyObject *module, PyObject *args);

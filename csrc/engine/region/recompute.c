@@ -23,11 +23,10 @@
 static int current_task(gck_frame *frame, int64_t *task, PyObject **group)
 {
     gck_state *state = frame->state;
-    PyObject *value = PyObject_CallNoArgs(state->py.graph_task_id);
+    PyObject *value;
 
     *group = NULL;
-    *task = value != NULL ? PyLong_AsLongLong(value) : -1;
-    Py_XDECREF(value);
+    *task = gck_as_int64(PyObject_CallNoArgs(state->py.graph_task_id));
     if (*task == -1 && PyErr_Occurred()) {
         return -1;
     }
@@ -106,7 +105,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     }
     if (value != NULL && self->frame != NULL
         && (gck_version_of(py, value, &version) < 0
-            || gck_samples_restored(&self->frame->samples, self->table->counter, value) < 0)) {
+            || gck_samples_note(&self->frame->samples, "note_restored", self->table->counter, value) < 0)) {
         Py_CLEAR(value);
     }
     gck_frame *frame = self->frame;              /* read now: the calls above may have ended the recompute */
@@ -136,12 +135,11 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
             return value;
         }
         Py_DECREF(value);
-        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_more_saved, "i", frame->approximate));
-        return NULL;
+        return PyObject_CallFunction(frame->state->py.call.raise_more_saved, "i", frame->approximate);
     }
     if (frame->slots[index].holder != NULL) {           /* else that part of the graph is already freed */
-        table->values[index] = Py_NewRef(value);
-        table->versions[index] = version;
+        table->slots[index].value = Py_NewRef(value);
+        table->slots[index].version = version;
         table->left++;
     }
     if (frame->early_stop && table->counter == table->size) {
@@ -152,30 +150,17 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     return value;                                /* R6 */
 }
 
-static PyObject *recompute_call(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *recompute_call(PyObject *self, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
     PyObject *x;
 
-    (void)kwargs;
     return PyArg_ParseTuple(args, "O:pack", &x) ? recompute_pack(self, x) : NULL;
 }
-
-static PyObject *recompute_user_hooks(PyObject *self, void *unused)
-{
-    (void)unused;
-    return gck_user_hooks_of(((gck_recompute *)self)->state, self);
-}
-
-static PyGetSetDef recompute_getset[] = {
-    {"_checkpoint_internal", gck_is_internal, NULL, NULL, NULL},
-    {"_user_hooks", recompute_user_hooks, NULL, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
 
 static PyType_Slot recompute_slots[] = {
     {Py_tp_dealloc, gck_object_free},
     {Py_tp_call, recompute_call},
-    {Py_tp_getset, recompute_getset},
+    {Py_tp_getset, gck_hook_getset},
     {0, NULL},
 };
 
@@ -186,9 +171,8 @@ PyType_Spec gck_recompute_spec = {
     .slots = recompute_slots,
 };
 
-static PyObject *recompute_unpack(PyObject *op, PyObject *x)
+static PyObject *recompute_unpack(PyObject *Py_UNUSED(op), PyObject *x)
 {
-    (void)op;
     return Py_NewRef(x);                         /* R6 */
 }
 
@@ -219,13 +203,12 @@ static int find_overwritten(const gck_frame *frame, const gck_recomputed *table)
 {
     int status = 0;
 
-    for (Py_ssize_t i = 0; i < table->size && table->values != NULL && status == 0; i++) {
-        PyObject *value = Py_XNewRef(table->values[i]);      /* reading a subclass runs Python */
-        int64_t now = GCK_NO_VERSION;
-        if (value != NULL && table->versions[i] >= 0
-            && (status = gck_version_of(&frame->state->py, value, &now)) == 0 && now >= 0
-            && now != table->versions[i]) {
-            table->versions[i] = GCK_OVERWRITTEN;
+    for (Py_ssize_t i = 0; i < table->size && status == 0; i++) {
+        PyObject *value = Py_XNewRef(table->slots[i].value);      /* reading a subclass runs Python */
+        int64_t *version = &table->slots[i].version, now = GCK_NO_VERSION;
+        if (value != NULL && *version >= 0 && (status = gck_version_of(&frame->state->py, value, &now)) == 0
+            && now >= 0 && now != *version) {
+            *version = GCK_OVERWRITTEN;
         }
         Py_XDECREF(value);
     }
@@ -250,21 +233,10 @@ static int fill(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
     self->table = table;
     self->origins = origins;
     self->run = NULL;
-    if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) < 0) {
-        goto exit;
+    if (gck_region_restore(frame, NULL, NULL, &args, &kwargs) == 0 && gck_recompute_env_begin(frame, &env) == 0) {
+        result = run_function(frame, self, args, kwargs) < 0 ? -1 : find_overwritten(frame, table);
+        result = gck_recompute_env_end(frame, &env) < 0 ? -1 : result;
     }
-    if (gck_recompute_env_begin(frame, &env) < 0) {
-        goto exit;
-    }
-    result = run_function(frame, self, args, kwargs);
-    if (result == 0) {
-        result = find_overwritten(frame, table);
-    }
-    if (gck_recompute_env_end(frame, &env) < 0) {
-        result = -1;
-    }
-
-exit:
     self->frame = NULL;                          /* the graph of the recompute may outlive the frame */
     self->table = NULL;
     self->origins = NULL;
@@ -302,7 +274,7 @@ static PyObject *difference(const gck_frame *frame, const gck_origin *origins, P
 static int check_slot(gck_frame *frame, gck_recomputed *table, const gck_origin *origins, Py_ssize_t i,
                       PyObject *metadata, PyObject *others)
 {
-    PyObject *value = table->values != NULL ? table->values[i] : NULL;
+    PyObject *value = table->slots[i].value;
     gck_metadata then, now;
     int status, same = -1;
 
@@ -426,27 +398,20 @@ static gck_recomputed *filled_table(gck_frame *frame, int64_t task, PyObject *gr
 
 static PyObject *take(gck_frame *frame, gck_recomputed *table, Py_ssize_t index)
 {
-    PyObject *value = table->values != NULL && index < table->size ? table->values[index] : NULL;
+    PyObject *value = index < table->size ? table->slots[index].value : NULL;
 
-    if (value != NULL && table->versions[index] == GCK_OVERWRITTEN) {      /* as autograd does it */
-        Py_INCREF(value);
-        Py_XDECREF(PyObject_CallFunction(frame->state->py.call.raise_overwritten, "O", value));
-        Py_DECREF(value);
-        return NULL;
+    if (value != NULL && table->slots[index].version == GCK_OVERWRITTEN) {      /* as autograd does it */
+        return PyObject_CallFunction(frame->state->py.call.raise_overwritten, "O", value);
     }
     if (value != NULL) {
-        table->values[index] = NULL;             /* R4: autograd's reference is the last */
-        table->handed[index] = 1;
+        table->slots[index].value = NULL;        /* R4: autograd's reference is the last */
+        table->slots[index].handed = 1;
         if (--table->left == 0) {
             gck_recomputed_drain(table);
         }
         return value;
     }
-    if (index < table->size && table->handed[index]) {
-        gck_raise_torchs(&frame->state->py, "unpacked_twice");
-    } else {
-        gck_raise_torchs(&frame->state->py, "lost");
-    }
+    gck_raise_torchs(&frame->state->py, index < table->size && table->slots[index].handed ? "unpacked_twice" : "lost");
     return NULL;
 }
 
@@ -476,8 +441,8 @@ PyObject *gck_unpack(PyObject *op, PyObject *holder)
     PyObject *value, *error;
 
     if (Py_TYPE(holder) != frame->state->Holder || ((gck_holder *)holder)->frame != frame) {
-        PyErr_SetString(PyExc_TypeError, "gradckpt: unpack was called with something that this region did not pack");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "gradckpt: unpack was called with something that this region did not pack");
     }
     if (frame->args == NULL || frame->function == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; "

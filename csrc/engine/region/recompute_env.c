@@ -12,16 +12,13 @@
 /* Recomputes in progress on this thread: a fact about a thread, which no object holds. */
 static _Thread_local int depth;
 
-PyObject *gck_is_recomputing(PyObject *module, PyObject *unused)
+PyObject *gck_is_recomputing(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module;
-    (void)unused;
     return PyBool_FromLong(depth > 0);
 }
 
-PyObject *gck_forget_types(PyObject *module, PyObject *unused)
+PyObject *gck_forget_types(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     PyDict_Clear(gck_state_of(module)->stateless);
     Py_RETURN_NONE;
 }
@@ -34,7 +31,10 @@ static int is_stateless(const gck_state *state, PyObject *type)
     int has = gck_known(state->stateless, type) ? 0
             : gck_is_true(PyObject_CallFunction(state->py.call.has_buffer_rule, "O", type));
 
-    return has < 0 ? -1 : has ? 0 : gck_remember(state->stateless, type) == 0;
+    if (has == 0) {
+        gck_remember(state->stateless, type);
+    }
+    return has < 0 ? -1 : !has;
 }
 
 /* New reference: list of the modules whose statistics a recompute restores, with their submodules;
@@ -81,35 +81,25 @@ static int enter_buffers(gck_frame *frame, gck_recompute_env *r)
 
 /* ---- begin, end ---- */
 
-static int begin(gck_frame *frame, gck_recompute_env *r)
+int gck_recompute_env_begin(gck_frame *frame, gck_recompute_env *r)
 {
     gck_py *py = &frame->state->py;
 
     r->buffers = NULL;
-    if (gck_ambient_enter(py, &frame->ambient, frame->recompute_context == NULL, &r->surroundings) < 0) {
+    if (gck_dynamo_off(py, &r->dynamo) < 0) {
         return -1;
     }
-    if (enter_buffers(frame, r) < 0) {
-        gck_ambient_leave(py, &r->surroundings);
+    const int entered = gck_ambient_enter(py, &frame->ambient, frame->recompute_context == NULL, &r->surroundings) == 0;
+    if (!entered || enter_buffers(frame, r) < 0) {
+        if (entered) {
+            gck_ambient_leave(py, &r->surroundings);
+        }
+        gck_dynamo_restore(py, r->dynamo);
         return -1;
     }
     r->grad = gck_torch.aoti_torch_grad_mode_is_enabled();
     gck_torch.aoti_torch_grad_mode_set_enabled(true);
     depth++;
-    return 0;
-}
-
-int gck_recompute_env_begin(gck_frame *frame, gck_recompute_env *r)
-{
-    const gck_py *py = &frame->state->py;
-
-    if (gck_dynamo_off(py, &r->dynamo) < 0) {
-        return -1;
-    }
-    if (begin(frame, r) < 0) {
-        gck_dynamo_restore(py, r->dynamo);
-        return -1;
-    }
     return 0;
 }
 

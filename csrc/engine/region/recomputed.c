@@ -16,30 +16,14 @@ enum {
 
 /* ---- frames that have tables: a list in the state ---- */
 
-static void list(gck_recomputed_tables *tables)
+static void unlist(const gck_recomputed_tables *tables)
 {
-    gck_state *state = tables->state;
+    gck_recomputed_tables **link = &tables->state->with_recomputed;
 
-    if (tables->previous == NULL) {
-        tables->next = state->with_recomputed;
-        tables->previous = &state->with_recomputed;
-        if (tables->next != NULL) {
-            tables->next->previous = &tables->next;
-        }
-        state->with_recomputed = tables;
+    while (*link != tables) {                    /* soon: the latest come first, and end first */
+        link = &(*link)->next;
     }
-}
-
-static void unlist(gck_recomputed_tables *tables)
-{
-    if (tables->previous != NULL) {
-        *tables->previous = tables->next;
-        if (tables->next != NULL) {
-            tables->next->previous = tables->previous;
-        }
-        tables->previous = NULL;
-        tables->next = NULL;
-    }
+    *link = tables->next;
 }
 
 /* ---- tables ---- */
@@ -95,8 +79,7 @@ static void table_free(gck_recomputed *table)
     gck_recomputed_open(table);
     gck_recomputed_drain(table);
     Py_XDECREF(table->group);
-    free(table->versions);
-    free(table->handed);
+    free(table->slots);
     free(table);
 }
 
@@ -183,10 +166,8 @@ static void end_task(PyObject *capsule)
     gck_error_return(&error);
 }
 
-static PyObject *nothing(PyObject *self, PyObject *unused)
+static PyObject *nothing(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
-    (void)self;
-    (void)unused;
     Py_RETURN_NONE;
 }
 
@@ -234,31 +215,28 @@ static int watch_task(gck_state *state, int64_t task)
 
 gck_recomputed *gck_recomputed_new(gck_recomputed_tables *tables, Py_ssize_t size, int64_t task, PyObject *group)
 {
-    const size_t n = (size_t)size;               /* more may come, from a backward inside the region */
     gck_recomputed *table = calloc(1, sizeof *table);
     gck_recomputed **grown = realloc(tables->table, (size_t)(tables->n + 1) * sizeof *grown);
 
     if (grown != NULL) {
         tables->table = grown;
     }
-    if (table == NULL || grown == NULL || (table->values = calloc(n + 1, sizeof *table->values)) == NULL
-        || (table->versions = calloc(n + 1, sizeof *table->versions)) == NULL
-        || (table->handed = calloc(n + 1, 1)) == NULL) {
-        if (table != NULL) {
-            free(table->values);
-            free(table->versions);
-        }
+    if (table == NULL || grown == NULL
+        || (table->slots = calloc((size_t)size + 1, sizeof *table->slots)) == NULL) {
         free(table);
         PyErr_NoMemory();
         return NULL;
     }
-    table->size = size;
+    table->size = size;                          /* more may come, from a backward inside the region */
     table->task = task;
     table->group = Py_XNewRef(group);
     table->phase = GCK_RESTORING;
     table->thread = PyThread_get_thread_ident();
+    if (tables->n == 0) {
+        tables->next = tables->state->with_recomputed;
+        tables->state->with_recomputed = tables;
+    }
     tables->table[tables->n++] = table;
-    list(tables);
     table->watched = group == NULL && task >= 0 ? watch_task(tables->state, task) : 0;
     if (table->watched < 0) {
         gck_recomputed_free(tables, table);
@@ -270,14 +248,9 @@ gck_recomputed *gck_recomputed_new(gck_recomputed_tables *tables, Py_ssize_t siz
 
 void gck_recomputed_drain(gck_recomputed *table)
 {
-    PyObject **values = table->values;
-    const Py_ssize_t n = table->size;
-
-    table->values = NULL;
     table->phase = GCK_DRAINED;
     table->left = 0;
-    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
-        Py_XDECREF(values[i]);
+    for (Py_ssize_t i = 0; i < table->size; i++) {
+        Py_CLEAR(table->slots[i].value);
     }
-    free(values);
 }

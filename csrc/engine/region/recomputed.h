@@ -21,9 +21,8 @@ typedef struct {
     Py_ssize_t      counter;       /* tensors packed by the recompute so far             */
     Py_ssize_t      left;          /* values not handed out yet                          */
     Py_ssize_t      size;          /* slots when the table was made: a region may record more */
-    PyObject      **values;        /* `size`; NULL: absent or handed out; malloc         */
-    int64_t        *versions;      /* `size`: of the values when they were packed, or a gck_packed_version; malloc */
-    unsigned char  *handed;        /* `size`                                             */
+    /* `size`: the value, NULL: absent or handed out; its version when it was packed, or a gck_packed_version; malloc */
+    struct { PyObject *value; int64_t version; int handed; } *slots;
 } gck_recomputed;
 
 /* The tables of one frame. */
@@ -32,7 +31,6 @@ typedef struct gck_recomputed_tables {
     gck_recomputed **table;                   /* n; malloc                                          */
     Py_ssize_t       n;
     struct gck_recomputed_tables *next;       /* borrowed: in the state's list while there are tables */
-    struct gck_recomputed_tables **previous;  /* the pointer to this there; NULL: not in the list   */
 } gck_recomputed_tables;
 
 /* Borrowed; NULL when there is none for this key. */

@@ -60,16 +60,6 @@ static int begin(gck_frame *frame, gck_packing *packing)
     return 0;
 }
 
-/* Keep the region's discrete outputs, in the store of its contexts where these are ours.
- * 0 or -1. */
-static int decide(gck_frame *frame)
-{
-    gck_op_storage *store = gck_frame_store(frame);
-
-    return gck_region_replays_discrete(frame->state, frame->replay_discrete, frame->approximate,
-                                       store != NULL ? &store : &frame->store);
-}
-
 /* Make entries for all arguments, and what the forward gets.  0 or -1. */
 static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs,
                           PyObject *kwargs, PyObject **fed_args, PyObject **fed_kwargs)
@@ -147,11 +137,13 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
     if (packing->payloads > 0 && packing->plan.replay_discrete > frame->replay_discrete) {
         frame->replay_discrete = packing->plan.replay_discrete;
     }
-    if (decide(frame) < 0) {
+    gck_op_storage *store = gck_frame_store(frame);      /* that of its contexts, where these are ours */
+    if (gck_region_replays_discrete(state, frame->replay_discrete, frame->approximate,
+                                    store != NULL ? &store : &frame->store) < 0) {
         return -1;
     }
-    if (packing->payloads == 0 || (PyList_Size(packing->aliases.rows) == 1 && !packing->plan.fake_quantize)) {
-        gck_input_aliasing_clear(&packing->aliases);    /* the function may free what it takes out of a list */
+    if (packing->payloads == 0 || (PyList_Size(packing->aliases) == 1 && !packing->plan.fake_quantize)) {
+        Py_CLEAR(packing->aliases);    /* the function may free what it takes out of a list */
     }
     if (gck_ambient_capture(&state->py, &frame->ambient, preserve_rng, exact, *fed_args, *fed_kwargs) < 0
         || gck_count_random(state, frame->ambient.cpu_rng, &frame->random_bytes) < 0) {
@@ -229,15 +221,6 @@ int gck_region_note_step(gck_state *state)
 }
 
 /* ---- the function ---- */
-
-static PyObject *call_within(gck_frame *frame, PyObject *context, PyObject *args, PyObject *kwargs, int replay)
-{
-    const gck_py *py = &frame->state->py;
-
-    return PyObject_CallFunction(replay ? py->call.recompute_within : py->call.call_within, "OOOOOO", context,
-                                 frame->function, args, kwargs != NULL ? kwargs : Py_None,
-                                 frame->ambient.device ? frame->ambient.device : Py_None, (PyObject *)frame);
-}
 
 /* 0 with an exception when the look-up failed. */
 static int remat_is_imported(const gck_py *py)
@@ -333,7 +316,9 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
         result = NULL;
     } else {
         result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
-                                 : call_within(frame, context, args, kwargs, replay);
+               : PyObject_CallFunction(replay ? py->call.recompute_within : py->call.call_within, "OOOOOO", context,
+                                       frame->function, args, kwargs != NULL ? kwargs : Py_None,
+                                       frame->ambient.device ? frame->ambient.device : Py_None, (PyObject *)frame);
     }
     if (tokens != NULL && remat_leave(frame, replay, variables, tokens, result) < 0) {
         Py_CLEAR(result);
@@ -376,17 +361,17 @@ PyObject *gck_region_call(gck_frame *frame, const gck_hooks *hooks, PyObject *co
         gck_running_leave(&here);
         return NULL;
     }
-    const gck_context_run before = gck_context_run_begin(context, &run);
+    const gck_context_run before = gck_context_run_swap((gck_context_run){context, &run});
     if (hooks != NULL) {
         *hooks->run = &run;
     }
-    around = gck_rounding_enter(&rounding);
+    around = gck_rounding_swap(&rounding);
     result = call_hooked(frame, hooks, context, args, kwargs, replay);
-    gck_rounding_leave(around);
+    gck_rounding_swap(around);
     if (hooks != NULL) {
         *hooks->run = NULL;
     }
-    gck_context_run_end(before);
+    gck_context_run_swap(before);
     gck_context_run_forget(frame->state, &run);
     if (gck_op_catching_end(frame->state, &caught) < 0) {
         Py_CLEAR(result);

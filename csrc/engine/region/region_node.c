@@ -95,7 +95,7 @@ static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyOb
         status = tuple != NULL && save != NULL ? gck_done(PyObject_Call(save, tuple, NULL)) : -1;
     }
     Py_CLEAR(frame->ambient.device);             /* torch's reentrant form does not enter it again */
-    gck_input_aliasing_clear(&packing.aliases);
+    Py_CLEAR(packing.aliases);
     Py_XDECREF(inputs);
     Py_XDECREF(tuple);
     Py_XDECREF(save);
@@ -158,20 +158,17 @@ static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *const *a
     PyObject *inputs = PyList_New(0), *fed_args = NULL, *fed_kwargs = NULL, *head = NULL, *all = NULL, *result = NULL;
 
     packing->inputs = inputs;
-    if (inputs == NULL || gck_region_keep(frame, packing, args, nargs, kwargs, 1, 0, &fed_args, &fed_kwargs) < 0
-        || add_parameters(frame, inputs) < 0 || warn_without_grad(py, inputs) < 0) {
-        goto exit;
+    if (inputs != NULL && gck_region_keep(frame, packing, args, nargs, kwargs, 1, 0, &fed_args, &fed_kwargs) == 0
+        && add_parameters(frame, inputs) == 0 && warn_without_grad(py, inputs) >= 0) {
+        head = Py_BuildValue("[OOO]", (PyObject *)frame, fed_args, fed_kwargs ? fed_kwargs : Py_None);
     }
-    head = Py_BuildValue("[OOO]", (PyObject *)frame, fed_args, fed_kwargs ? fed_kwargs : Py_None);
     if (head != NULL && PyList_SetSlice(inputs, 0, 0, head) == 0 && (all = PyList_AsTuple(inputs)) != NULL) {
         result = PyObject_Call(frame->state->selective_apply, all, NULL);
     }
-    if (result != NULL && gck_input_aliasing_check(&packing->aliases, py) < 0) {
+    if (result != NULL && gck_input_aliasing_check(packing->aliases, py) < 0) {
         Py_CLEAR(result);
     }
-
-exit:
-    gck_input_aliasing_clear(&packing->aliases);
+    Py_CLEAR(packing->aliases);
     Py_XDECREF(inputs);
     Py_XDECREF(fed_args);
     Py_XDECREF(fed_kwargs);

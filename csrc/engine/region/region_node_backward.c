@@ -119,7 +119,10 @@ static int check_leaves(gck_frame *frame, PyObject *roots, PyObject *targets)
     if (gck_done(PyObject_CallFunction(state->py.call.check_leaves, "OOO", frame->function, roots, targets)) < 0) {
         return -1;
     }
-    return module ? gck_remember(state->closed, frame->function) : 0;
+    if (module) {
+        gck_remember(state->closed, frame->function);
+    }
+    return 0;
 }
 
 /* 1 when one of them has, or had, a hook; 0; -1. */
@@ -165,9 +168,7 @@ static PyObject *accumulate(gck_frame *frame, PyObject *roots, PyObject *grads, 
         list = PyList_New(0);
     }
     for (Py_ssize_t i = 0; list != NULL && i < PyList_Size(targets); i++) {
-        if (gck_append(list, PyObject_GetAttrString(PyList_GetItem(targets, i), "grad")) < 0) {
-            Py_CLEAR(list);
-        }
+        gck_add_item(&list, PyObject_GetAttrString(PyList_GetItem(targets, i), "grad"));
     }
     Py_XDECREF(none);
     return list;
@@ -182,9 +183,7 @@ static PyObject *spread(const gck_frame *frame, PyObject *inputs)
 
     for (Py_ssize_t i = 0; list != NULL && i < frame->nargs; i++) {
         const int tensor = frame->args[i].kind == GCK_PACKED_BY_NODE && next < PyList_Size(inputs);
-        if (PyList_Append(list, tensor ? PyList_GetItem(inputs, next++) : Py_None) < 0) {
-            Py_CLEAR(list);
-        }
+        gck_add_item(&list, Py_NewRef(tensor ? PyList_GetItem(inputs, next++) : Py_None));
     }
     return list;
 }
@@ -198,9 +197,7 @@ static PyObject *collect(PyObject *inputs, PyObject *targets, PyObject *grads)
     for (Py_ssize_t i = 0; list != NULL && i < PyList_Size(inputs); i++) {
         const int target = grads != NULL && next < PyList_Size(targets)
             && PyList_GetItem(targets, next) == PyList_GetItem(inputs, i);
-        if (gck_append(list, target ? PySequence_GetItem(grads, next++) : Py_NewRef(Py_None)) < 0) {
-            Py_CLEAR(list);
-        }
+        gck_add_item(&list, target ? PySequence_GetItem(grads, next++) : Py_NewRef(Py_None));
     }
     return gck_as_tuple(list);
 }

@@ -44,13 +44,9 @@ int gck_is_approximate(const gck_frame *frame)
 
 int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, int replay)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
-    const gck_active *around = frame->state->active;
+    const gck_active *around = gck_active_of_thread(frame->state->active);
     gck_running *outermost = innermost;
 
-    while (around != NULL && around->thread != thread) {
-        around = around->outer;
-    }
     while (outermost != NULL && outermost->outer != NULL) {
         outermost = outermost->outer;
     }
@@ -119,12 +115,11 @@ static int receiving(const gck_state *state, const gck_running **r)
 
 /* (the region's calls, replay, preserve_rng_state, approximate, tensors saved so far, pack, unpack), the hooks None
  * for a region that is one node.  The hooks hold the frame, or the recompute. */
-PyObject *gck_running_region(PyObject *module, PyObject *unused)
+PyObject *gck_running_region(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const gck_running *r;
     PyObject *pack, *unpack, *result = NULL;
 
-    (void)unused;
     if (receiving(gck_state_of(module), &r) < 0) {
         return NULL;
     }
@@ -161,13 +156,11 @@ static int compresses_named(const gck_op_policy *policy)
  * it list this one? */
 PyObject *gck_is_name_wanted(PyObject *module, PyObject *match)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
-    const gck_state *state = gck_state_of(module);
+    gck_active *a = innermost != NULL ? gck_active_of_thread(gck_state_of(module)->active) : NULL;
     int wanted = 0;
 
-    for (gck_active *a = state->active; innermost != NULL && a != NULL && a != innermost->around && wanted == 0;
-         a = a->outer) {
-        const gck_op_policy *policy = a->thread == thread ? a->store->policy : NULL;
+    for (; a != NULL && a != innermost->around && wanted == 0; a = gck_active_of_thread(a->outer)) {
+        const gck_op_policy *policy = a->store->policy;
         if (policy != NULL && PySet_Size(policy->wanted) > 0) {
             wanted = gck_is_true(PyObject_CallFunction(match, "Oi", policy->wanted, compresses_named(policy)));
             a->store->met += wanted > 0;
@@ -179,14 +172,13 @@ PyObject *gck_is_name_wanted(PyObject *module, PyObject *match)
 /* The pair of hooks that sees what the innermost region keeps for backward: hooks that its function
  * has pushed, else those around it; None.  Those of another region do not count: what is kept stays,
  * also where that region runs again. */
-PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
+PyObject *gck_hooks_around_region(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const gck_state *state = gck_state_of(module);
     gck_hooks_owner owner;
     PyObject *self, *found = innermost != NULL && innermost->hooks != NULL
         ? gck_hooks_beneath(state, innermost->hooks->pack, &owner) : gck_innermost_hooks(state, &owner, &self);
 
-    (void)unused;
     if (found != NULL && (owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION)) {
         Py_DECREF(found);
         Py_RETURN_NONE;
@@ -194,9 +186,8 @@ PyObject *gck_hooks_around_region(PyObject *module, PyObject *unused)
     return found;
 }
 
-PyObject *gck_cpu_rng_state(PyObject *module, PyObject *unused)
+PyObject *gck_cpu_rng_state(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return gck_rng_stash(&gck_state_of(module)->py.rng);
 }
 
@@ -209,19 +200,16 @@ PyObject *gck_set_cpu_rng_state(PyObject *module, PyObject *rng_state)
  * entered inside it (1), or no longer (-1).  True where one of their policies is a function. */
 PyObject *gck_hide_operators(PyObject *module, PyObject *by)
 {
-    const gck_state *state = gck_state_of(module);
-    const unsigned long thread = PyThread_get_thread_ident();
+    gck_active *a = innermost != NULL ? gck_active_of_thread(gck_state_of(module)->active) : NULL;
     const long n = PyLong_AsLong(by);
     int asked = 0;
 
     if (n == -1 && PyErr_Occurred()) {
         return NULL;
     }
-    for (gck_active *a = state->active; innermost != NULL && a != NULL && a != innermost->around; a = a->outer) {
-        if (a->thread == thread) {
-            a->hidden += (int)n;
-            asked |= a->store->policy != NULL && a->store->policy->rows == Py_None;
-        }
+    for (; a != NULL && a != innermost->around; a = gck_active_of_thread(a->outer)) {
+        a->hidden += (int)n;
+        asked |= a->store->policy != NULL && a->store->policy->rows == Py_None;
     }
     return PyBool_FromLong(asked);
 }

@@ -30,12 +30,8 @@ static int kind_of(const gck_py *py, PyObject *function, gck_kind *kind)
     } else if ((PyObject *)Py_TYPE(f) == py->MethodType) {
         self = PyObject_GetAttr(f, py->names.__self__);
         kind->of = self != NULL ? Py_NewRef((PyObject *)Py_TYPE(self)) : NULL;
-        kind->method = self != NULL ? PyObject_GetAttr(f, py->names.__code__) : NULL;    /* of its function */
+        kind->method = self != NULL ? gck_optional_attribute(f, py->names.__code__) : NULL;    /* of its function */
         Py_XDECREF(self);
-        if (self != NULL && kind->method == NULL && gck_clear_attribute_error() < 0) {
-            Py_DECREF(f);
-            return -1;
-        }
     } else {
         kind->of = Py_NewRef((PyObject *)Py_TYPE(f));
     }
@@ -129,16 +125,10 @@ static int call_hidden(gck_samples *s, const char *method, PyObject *args)
     return status;
 }
 
-int gck_samples_saved(gck_samples *s, Py_ssize_t slot, PyObject *x)
+int gck_samples_note(gck_samples *s, const char *method, Py_ssize_t slot, PyObject *x)
 {
     return s->taken == NULL || !gck_is_plain_tensor(&s->state->py, x)
-        ? 0 : call_hidden(s, "note_saved", Py_BuildValue("(nO)", slot, x));
-}
-
-int gck_samples_restored(gck_samples *s, Py_ssize_t slot, PyObject *x)
-{
-    return s->taken == NULL || !gck_is_plain_tensor(&s->state->py, x)
-        ? 0 : call_hidden(s, "note_restored", Py_BuildValue("(nO)", slot, x));
+        ? 0 : call_hidden(s, method, Py_BuildValue("(nO)", slot, x));
 }
 
 /* End the samples of a kind; if it is not judged, another region of the kind takes some.  The index may be of a

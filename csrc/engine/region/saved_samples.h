@@ -19,9 +19,8 @@ typedef struct {
 enum { GCK_OF_INPUTS = 0, GCK_OF_POLICY = 1, GCK_OF_BOTH = 2 };
 int gck_samples_begin(gck_samples *s, PyObject *function, const gck_codec *codec, int of_policy);
 
-/* The tensor of a slot in the forward, and in the recompute.  0 or -1. */
-int gck_samples_saved(gck_samples *s, Py_ssize_t slot, PyObject *x);
-int gck_samples_restored(gck_samples *s, Py_ssize_t slot, PyObject *x);
+/* The tensor of a slot, for the method of what Python has taken.  0 or -1. */
+int gck_samples_note(gck_samples *s, const char *method, Py_ssize_t slot, PyObject *x);
 
 /* The forward of the frame has returned; then its graph tells which operator saved what.  nodes: as many may be
  * looked at.  0 or -1. */

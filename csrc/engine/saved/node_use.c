@@ -23,11 +23,12 @@ static int comes_from_many(gck_state *state, PyObject *node, PyObject *edge)
     return from < 0 ? -1 : from >= MANY * own;
 }
 
-/* The size that the argument of this name shares with the other factor, in *size; INT64_MAX: not known.  0 or -1. */
-static int shared_size(gck_state *state, PyObject *node, const gck_saved_row *row, PyObject *attribute, int64_t *size)
+/* The size that the argument of row n shares with the other factor, in *size; INT64_MAX: not known.  0 or -1. */
+static int shared_size(gck_state *state, PyObject *node, int kind, int n, int64_t *size)
 {
+    const gck_saved_row *row = gck_saved_row_of(kind, n);
     const size_t length = strlen(row->argument);
-    gck_saved_tensor *saved = gck_node_saved(state, node, row, attribute);
+    gck_saved_tensor *saved = gck_node_saved(state, node, kind, n);
     PyObject *shape;
     Py_ssize_t ndim;
 
@@ -42,15 +43,11 @@ static int shared_size(gck_state *state, PyObject *node, const gck_saved_row *ro
     if (ndim >= 2 && row->family == GCK_CONVOLUTION) {           /* of a weight: what one result comes from */
         *size = strcmp(row->argument, "weight") == 0 ? 1 : INT64_MAX;
         for (Py_ssize_t d = 1; *size < INT64_MAX && d < ndim; d++) {
-            PyObject *each = PySequence_GetItem(shape, d);
-            *size *= each != NULL ? PyLong_AsLongLong(each) : 0;
-            Py_XDECREF(each);
+            *size *= gck_as_int64(PySequence_GetItem(shape, d));
         }
     } else if (ndim >= 2) {
         const int second = row->argument[0] > '9' && row->argument[length - 1] == '2';     /* mat2, of a product */
-        PyObject *each = PySequence_GetItem(shape, second ? ndim - 2 : ndim - 1);
-        *size = each != NULL ? PyLong_AsLongLong(each) : -1;
-        Py_XDECREF(each);
+        *size = gck_as_int64(PySequence_GetItem(shape, second ? ndim - 2 : ndim - 1));
     }
     Py_XDECREF(shape);
     return PyErr_Occurred() ? gck_clear_refusal() : 0;
@@ -59,14 +56,11 @@ static int shared_size(gck_state *state, PyObject *node, const gck_saved_row *ro
 /* 1 when each value of this product of matrices, or convolution, comes from a few values; 0; -1. */
 static int is_narrow(gck_state *state, PyObject *node, int kind)
 {
-    PyObject *attribute;
-    const gck_saved_row *row, *first = gck_saved_row_of(state, kind, &attribute);
     int64_t size;
     int narrow = 0;
 
-    for (int i = kind; state->nodes_tell && narrow == 0 && (row = gck_saved_row_of(state, i, &attribute)) != NULL
-                       && strcmp(row->node, first->node) == 0; i++) {
-        narrow = shared_size(state, node, row, attribute, &size) < 0 ? -1 : size < MANY;
+    for (int n = 0; state->nodes_tell && narrow == 0 && gck_saved_row_of(kind, n) != NULL; n++) {
+        narrow = shared_size(state, node, kind, n, &size) < 0 ? -1 : size < MANY;
     }
     return narrow;
 }
@@ -82,8 +76,7 @@ static int is_added(const gck_saved_row *row, Py_ssize_t index)
 /* The same of a node that has rows. */
 static int behind_row(gck_state *state, PyObject *node, int kind, PyObject *edge, Py_ssize_t index, gck_use above)
 {
-    PyObject *attribute;
-    const gck_saved_row *row = gck_saved_row_of(state, kind, &attribute);
+    const gck_saved_row *row = gck_saved_row_of(kind, 0);
     double exponent;
     int real;
 
@@ -110,13 +103,11 @@ static int behind_row(gck_state *state, PyObject *node, int kind, PyObject *edge
     }
 }
 
-int gck_node_may_amplify(gck_state *state, int kind)
+int gck_node_may_amplify(int kind)
 {
-    PyObject *attribute;
-
     return kind == GCK_NODE_OTHER || kind == GCK_NODE_PEAK || kind == GCK_NODE_NORM
         || (kind <= GCK_NODE_POLE && kind >= GCK_NODE_POLE_2)
-        || (kind >= 0 && gck_saved_row_of(state, kind, &attribute)->role == GCK_ROLE_POWER);
+        || (kind >= 0 && gck_saved_row_of(kind, 0)->role == GCK_ROLE_POWER);
 }
 
 int gck_use_behind(gck_state *state, PyObject *node, int kind, PyObject *edge, Py_ssize_t index, gck_use above)
@@ -159,8 +150,7 @@ static int has_weight(gck_state *state, PyObject *node)
 
 int gck_use_matters(gck_state *state, PyObject *node, int kind)
 {
-    PyObject *attribute;
-    const gck_saved_row *row = kind >= 0 ? gck_saved_row_of(state, kind, &attribute) : NULL;
+    const gck_saved_row *row = gck_saved_row_of(kind, 0);
 
     switch (row != NULL ? (int)row->family : -1) {
     case GCK_PRODUCT:
@@ -185,10 +175,9 @@ typedef struct { int64_t numel; int left; } walk;
 static int is_steep_by(gck_state *state, PyObject *node, int kind, Py_ssize_t index)
 {
     double exponent;
-    PyObject *attribute;
     int real;
 
-    if (kind >= 0 && gck_saved_row_of(state, kind, &attribute)->role == GCK_ROLE_POWER) {
+    if (kind >= 0 && gck_saved_row_of(kind, 0)->role == GCK_ROLE_POWER) {
         real = gck_node_exponent(&state->py, node, &exponent);
         return real <= 0 ? real : exponent < 1;
     }
@@ -199,8 +188,8 @@ static int is_steep_by(gck_state *state, PyObject *node, int kind, Py_ssize_t in
 /* 1 when something steep made this node's result, value by value; 0; -1. */
 static int is_steep(gck_state *state, PyObject *node, int kind, walk *w)
 {
-    PyObject *attribute, *edges = PyObject_GetAttr(node, state->py.names.next_functions);
-    const gck_family family = kind >= 0 ? gck_saved_row_of(state, kind, &attribute)->family : GCK_NFAMILIES;
+    PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
+    const gck_family family = kind >= 0 ? gck_saved_row_of(kind, 0)->family : GCK_NFAMILIES;
     const int passes = kind == GCK_NODE_VIEW || kind == GCK_NODE_PLAIN || kind == GCK_NODE_PEAK
                     || family == GCK_PRODUCT || family == GCK_ACTIVATION || (kind >= 0 && family == GCK_SIGN)
                     || (kind <= GCK_NODE_POLE && kind >= GCK_NODE_POLE_2);
@@ -226,10 +215,9 @@ static int is_steep(gck_state *state, PyObject *node, int kind, walk *w)
 
 int gck_made_steeply(gck_state *state, PyObject *node, int kind)
 {
-    PyObject *attribute;
     walk w = {.numel = 0, .left = 32};
 
-    if (kind < 0 || gck_saved_row_of(state, kind, &attribute)->role != GCK_ROLE_FACTOR) {
+    if (kind < 0 || gck_saved_row_of(kind, 0)->role != GCK_ROLE_FACTOR) {
         return 0;
     }
     w.numel = gck_node_numel(&state->py, node, 0);

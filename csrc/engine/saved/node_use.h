@@ -17,7 +17,7 @@ typedef enum { GCK_USED, GCK_DOUBTED, GCK_AMPLIFIED, GCK_OPEN, GCK_OPEN_LAST = G
 int gck_use_behind(gck_state *state, PyObject *node, int kind, PyObject *edge, Py_ssize_t index, gck_use above);
 
 /* 1 when a node of this kind may amplify an error of what it uses; 0. */
-int gck_node_may_amplify(gck_state *state, int kind);
+int gck_node_may_amplify(int kind);
 
 /* 1 when the node multiplies what it saves value by value, so that this use of its result, not GCK_USED, matters;
  * 0; -1.  kind: of the node. */

@@ -10,14 +10,13 @@
 /* A pair of hooks: heap type SavedHooks, see saved_hooks.c. */
 typedef struct {
     PyObject_HEAD
-    gck_packing packing;
+    gck_packing packing;                         /* the place of its plan is owned       */
     gck_saved_formats formats;
     int         waits;                           /* what a tensor needs depends on the node that saves it */
     PyObject   *waiting;                         /* see saved_waiting.h; NULL: the codec is lossless */
     PyObject   *outer_pack, *outer_unpack;       /* hooks around ours, or NULL           */
     int64_t     number, last;                    /* the node being made, and the last of those that packing made
                                                   * meanwhile (outer hooks, torch without _make_saved_tensor) */
-    PyObject   *place;                           /* that of packing.plan; NULL           */
     PyObject   *by_thread;                       /* of a pair that any thread may use: dict, id of a thread ->
                                                   * its SavedHooks; else NULL                */
 } gck_saved_hooks;

@@ -237,26 +237,19 @@ int gck_count_unknown_function(gck_state *state, PyObject *node, PyObject *x)
 
 /* ---- for Python ---- */
 
-PyObject *gck_saved_functions(PyObject *module, PyObject *unused)
+PyObject *gck_saved_functions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    int status = list == NULL ? -1 : 0;
 
-    (void)module, (void)unused;
-    for (int i = 0; status == 0 && i < NFUNCTIONS; i++) {
+    for (int i = 0; list != NULL && i < NFUNCTIONS; i++) {
         const gck_function *function = &functions[i];
         PyObject *places = PyList_New(0);
         for (int r = 0; places != NULL && function->rows[r].node != NULL; r++) {
-            if (gck_append(places, PyUnicode_FromString(function->rows[r].argument)) < 0) {
-                Py_CLEAR(places);
-            }
+            gck_add_item(&places, PyUnicode_FromString(function->rows[r].argument));
         }
-        status = gck_append(list, places == NULL ? NULL
-                                : Py_BuildValue("(ssNz)", function->package, function->node, gck_as_tuple(places),
-                                                function->exact));
-    }
-    if (status < 0) {
-        Py_CLEAR(list);
+        gck_add_item(&list, places == NULL ? NULL
+                          : Py_BuildValue("(ssNz)", function->package, function->node, gck_as_tuple(places),
+                                          function->exact));
     }
     return list;
 }

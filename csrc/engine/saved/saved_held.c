@@ -3,6 +3,7 @@
 
 #include "torch/calls.h"
 #include "torch/error.h"
+#include "engine/saved/saved_node.h"
 
 #include <stdlib.h>
 
@@ -12,9 +13,7 @@ int64_t gck_product_of(PyObject *sizes)
     int64_t result = n < 0 ? -1 : 1;
 
     for (Py_ssize_t i = 0; i < n && result >= 0; i++) {
-        PyObject *size = PySequence_GetItem(sizes, i);
-        const int64_t value = size != NULL ? PyLong_AsLongLong(size) : -1;
-        Py_XDECREF(size);
+        const int64_t value = gck_as_int64(PySequence_GetItem(sizes, i));
         result = value < 0 ? -1 : result * value;
     }
     Py_XDECREF(sizes);
@@ -97,16 +96,20 @@ gck_saved_tensor *gck_function_saved(const gck_state *state, PyObject *all, Py_s
     return place < PyList_Size(all) ? ours(state, Py_NewRef(PyList_GetItem(all, place))) : NULL;
 }
 
-gck_saved_tensor *gck_node_saved(const gck_state *state, PyObject *node, const gck_saved_row *row, PyObject *attribute)
+gck_saved_tensor *gck_node_saved_as(const gck_state *state, PyObject *node, PyObject *attribute)
 {
-    gck_saved_tensor *saved = NULL;
-    PyObject *data, *all;
+    PyObject *data;
 
-    if (attribute != NULL) {
-        return gck_node_held(state, node, attribute, &data) < 0 ? NULL : ours(state, data);
-    }
-    all = gck_function_saves(state, node);
-    saved = all != NULL ? gck_function_saved(state, all, strtol(row->argument, NULL, 10)) : NULL;
+    return gck_node_held(state, node, attribute, &data) < 0 ? NULL : ours(state, data);
+}
+
+gck_saved_tensor *gck_node_saved(const gck_state *state, PyObject *node, int kind, int n)
+{
+    PyObject *attribute = gck_saved_attribute(state, kind, n);
+    PyObject *all = attribute == NULL ? gck_function_saves(state, node) : NULL;
+    gck_saved_tensor *saved = attribute != NULL ? gck_node_saved_as(state, node, attribute)
+        : all != NULL ? gck_function_saved(state, all, strtol(gck_saved_row_of(kind, n)->argument, NULL, 10)) : NULL;
+
     Py_XDECREF(all);
     return saved;
 }

@@ -17,9 +17,10 @@ int gck_node_exponent(const gck_py *py, PyObject *node, double *exponent);
 /* *data: what the node holds as this argument, Py_None where it holds nothing; NULL: it does not tell.  0 or -1. */
 int gck_node_held(const gck_state *state, PyObject *node, PyObject *attribute, PyObject **data);
 
-/* New reference: what a pack hook of ours returned for this row's argument, also within what other hooks made of it;
- * NULL: nothing, or an exception.  attribute: as gck_saved_row_of() gave it. */
-gck_saved_tensor *gck_node_saved(const gck_state *state, PyObject *node, const gck_saved_row *row, PyObject *attribute);
+/* New reference: what a pack hook of ours returned for row n of this node, which has this kind, also within what other
+ * hooks made of it; NULL: nothing, or an exception.  The same of an attribute. */
+gck_saved_tensor *gck_node_saved(const gck_state *state, PyObject *node, int kind, int n);
+gck_saved_tensor *gck_node_saved_as(const gck_state *state, PyObject *node, PyObject *attribute);
 
 /* New reference: a list of what hooks returned for what a Function's node has saved, empty where a backward has freed
  * it; and of one of these what a pack hook of ours returned, as above. */

@@ -42,7 +42,7 @@ static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, int late, 
     to->late = late;
     gck_saved_waiting_at(to, &in->view);         /* it was judged, so it has a view */
     to->waits = in->view.numel * (int64_t)gck_itemsize(in->view.dtype);
-    gck_count_uncompressed_bytes(state, to->waits, GCK_SKIP_UNKNOWN);
+    gck_count_uncompressed_bytes(state, to->waits, GCK_SKIP_UNKNOWN, 1);
     to->epoch = state->epoch;
     to->hooks = Py_NewRef((PyObject *)self);
     gck_count_live(state, to->waits);
@@ -161,7 +161,7 @@ static gck_saved_hooks *of_thread(gck_saved_hooks *pair)
             made->packing = pair->packing;
             made->formats = pair->formats;
             Py_XINCREF(made->formats.rules);
-            made->place = Py_XNewRef(pair->place);
+            Py_XINCREF(made->packing.plan.place);
             if (pair->waits && (made->waiting = gck_saved_list_of_thread()) == NULL) {
                 Py_CLEAR(made);
             }
@@ -193,31 +193,23 @@ static PyMethodDef pack_of_thread_def = {"pack", pack_of_thread, METH_O,
 
 /* ---- SavedHooks ---- */
 
+#define OF(field) offsetof(gck_saved_hooks, field)
+static const gck_owned hooks_owned[] = {
+    OF(outer_pack), OF(outer_unpack), OF(waiting), OF(by_thread), OF(packing.plan.place), OF(formats.rules), 0,
+};
+#undef OF
+
 static int hooks_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    Py_VISIT(Py_TYPE(op));
-    Py_VISIT(((gck_saved_hooks *)op)->outer_pack);
-    Py_VISIT(((gck_saved_hooks *)op)->outer_unpack);
-    Py_VISIT(((gck_saved_hooks *)op)->waiting);
-    Py_VISIT(((gck_saved_hooks *)op)->by_thread);
-    return 0;
+    return gck_object_visit(op, hooks_owned, visit, arg);
 }
 
-static int hooks_clear(PyObject *op)
-{
-    Py_CLEAR(((gck_saved_hooks *)op)->outer_pack);
-    Py_CLEAR(((gck_saved_hooks *)op)->outer_unpack);
-    Py_CLEAR(((gck_saved_hooks *)op)->waiting);
-    Py_CLEAR(((gck_saved_hooks *)op)->by_thread);
-    return 0;
-}
+static int hooks_clear(PyObject *op) { return gck_owned_clear(op, hooks_owned); }
 
 static void hooks_dealloc(PyObject *op)
 {
     PyObject_GC_UnTrack(op);
     hooks_clear(op);
-    Py_XDECREF(((gck_saved_hooks *)op)->place);
-    Py_XDECREF(((gck_saved_hooks *)op)->formats.rules);
     gck_object_free(op);
 }
 
@@ -283,7 +275,6 @@ static gck_saved_hooks *hooks_new(gck_state *state, const asked *what)
         Py_XDECREF(place);
         return NULL;
     }
-    self->place = place;
     self->packing = (gck_packing){.state = state, .plan = plan};
     self->formats = gck_saved_formats_of(plan.codec);
     self->waits = plan.codec->max_error > 0 || PyTuple_Size(what->formats) > 0;
@@ -360,13 +351,12 @@ int gck_saved_hooks_are_lossy(PyObject *hooks, int *replay_discrete)
     return self != NULL && (self->waits || gck_plan_is_lossy(&self->packing.plan));
 }
 
-PyObject *gck_saved_hooks_are_lossy_py(PyObject *module, PyObject *unused)
+PyObject *gck_saved_hooks_are_lossy_py(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     PyObject *top = PyObject_CallFunctionObjArgs(gck_state_of(module)->py.top_hooks, Py_True, NULL);
     int replay_discrete;
     const int lossy = top != NULL && gck_saved_hooks_are_lossy(top, &replay_discrete);
 
-    (void)unused;
     Py_XDECREF(top);
     return top == NULL ? NULL : PyBool_FromLong(lossy);
 }
@@ -404,7 +394,7 @@ static int pop(gck_state *state, int failed)
             /* downwards: settling may shorten the list */
             saved = gck_saved_list_known(self->waiting, i);
             if (saved != NULL && saved->hooks == op) {
-                status = gck_saved_waiting_leave(saved, !self->packing.outer);
+                status = gck_saved_waiting_settle(saved, NULL, 0, !self->packing.outer, NULL);
             }
         }
     }

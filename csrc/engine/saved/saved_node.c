@@ -238,44 +238,33 @@ const char *gck_family_name(gck_family family) { return families[family]; }
 
 /* ---- kinds ---- */
 
-static int set_kind(PyObject *dict, PyObject *key, int kind)
-{
-    PyObject *value = PyLong_FromLong(kind);
-    const int status = value == NULL ? -1 : PyDict_SetItem(dict, key, value);
-
-    Py_XDECREF(value);
-    return status;
-}
-
-static int set_named(PyObject *dict, const char *name, int kind)
-{
-    PyObject *key = PyUnicode_FromString(name);
-    const int known = key != NULL ? PyDict_Contains(dict, key) : -1;
-    const int status = known != 0 ? (known < 0 ? -1 : 0) : set_kind(dict, key, kind);    /* the first row counts */
-
-    Py_XDECREF(key);
-    return status;
-}
-
 /* Make the dict from names to kinds, and the tuple of the rows' attributes.  The kind of a Function that a Python class
- * defines is that of the first of its name.  0 or -1. */
+ * defines is that of the first of its name, as a row is: both are set from the last on.  0 or -1. */
 static int learn_names(gck_state *state)
 {
-    PyObject *names = PyDict_New(), *attributes = PyTuple_New(NROWS);
-    const gck_function *function;
-    int status = names == NULL || attributes == NULL ? -1 : set_named(names, "AccumulateGrad", GCK_NODE_LEAF);
+    PyObject *names = PyDict_New(), *attributes = PyList_New(0);
+    int n = 0;
 
-    for (int i = 0; status == 0 && i < NROWS; i++) {
+    for (int i = 0; attributes != NULL && i < NROWS; i++) {
         PyObject *attribute = PyUnicode_FromFormat("_raw_saved_%s", rows[i].argument);
-        status = attribute == NULL ? -1 : set_named(names, rows[i].node, i);
         if (attribute != NULL) {
             PyUnicode_InternInPlace(&attribute);
-            PyTuple_SetItem(attributes, i, attribute);
         }
+        gck_add_item(&attributes, attribute);
     }
+    while (gck_function_at(n) != NULL) {
+        n++;
+    }
+    while (n-- > 0) {
+        gck_set_item(&names, gck_function_at(n)->node, PyLong_FromLong(NROWS + n));
+    }
+    for (int i = NROWS - 1; i >= 0; i--) {
+        gck_set_item(&names, rows[i].node, PyLong_FromLong(i));
+    }
+    gck_set_item(&names, "AccumulateGrad", PyLong_FromLong(GCK_NODE_LEAF));
 #define SET(list, kind)                                                                  \
-    for (size_t i = 0; status == 0 && i < sizeof (list) / sizeof (list)[0]; i++) {       \
-        status = set_named(names, (list)[i], kind);                                      \
+    for (size_t i = 0; i < sizeof (list) / sizeof (list)[0]; i++) {                      \
+        gck_set_item(&names, (list)[i], PyLong_FromLong(kind));                          \
     }
     SET(views, GCK_NODE_VIEW)
     SET(plain, GCK_NODE_PLAIN)
@@ -288,14 +277,13 @@ static int learn_names(gck_state *state)
     SET(poles_1, GCK_NODE_POLE_1)
     SET(poles_2, GCK_NODE_POLE_2)
 #undef SET
-    for (int i = 0; status == 0 && (function = gck_function_at(i)) != NULL; i++) {
-        status = set_named(names, function->node, NROWS + i * GCK_FUNCTION_ROWS);
-    }
-    if (status == 0 && state->node_names == NULL) {
+    attributes = gck_as_tuple(attributes);
+    if (names != NULL && attributes != NULL && state->node_names == NULL) {
         state->nodes_tell = PyObject_HasAttrString(state->py.saved_tensor_type, "data");
         state->node_names = Py_NewRef(names);
         state->saved_attributes = Py_NewRef(attributes);
     }
+    const int status = names != NULL && attributes != NULL ? 0 : -1;
     Py_XDECREF(names);
     Py_XDECREF(attributes);
     return status;
@@ -304,13 +292,12 @@ static int learn_names(gck_state *state)
 /* The kind of a Function's node, of the name of which the first has this kind; below GCK_NODE_LEAF: an exception. */
 static int kind_of_function(const gck_state *state, PyObject *node, int first)
 {
-    const int index = state->nodes_tell ? gck_function_of(&state->py, node, (first - NROWS) / GCK_FUNCTION_ROWS) : -1;
+    const int index = state->nodes_tell ? gck_function_of(&state->py, node, first - NROWS) : -1;
 
     if (index < 0) {
         return index == -1 ? GCK_NODE_OTHER : GCK_NODE_LEAF - 1;
     }
-    return gck_function_at(index)->rows[0].node != NULL ? NROWS + index * GCK_FUNCTION_ROWS
-                                                        : gck_function_at(index)->kind;
+    return gck_function_at(index)->rows[0].node != NULL ? NROWS + index : gck_function_at(index)->kind;
 }
 
 int gck_node_kind(gck_state *state, PyObject *node)
@@ -335,27 +322,32 @@ int gck_node_kind(gck_state *state, PyObject *node)
         return kind_of_function(state, node, (int)kind);
     }
     /* The types of torch's own nodes are static; one of a Function in Python may die. */
-    if (PyErr_Occurred() || (!gck_is_function(node) && set_kind(state->node_kinds, type, (int)kind) < 0)) {
-        kind = GCK_NODE_LEAF - 1;
+    known = PyErr_Occurred() || gck_is_function(node) ? NULL : PyLong_FromLong(kind);
+    if (known != NULL) {
+        PyDict_SetItem(state->node_kinds, type, known);
+        Py_DECREF(known);
     }
-    return (int)kind;
+    return PyErr_Occurred() ? GCK_NODE_LEAF - 1 : (int)kind;
 }
 
 const gck_function *gck_node_function(int kind)
 {
-    return kind >= NROWS ? gck_function_at((kind - NROWS) / GCK_FUNCTION_ROWS) : NULL;
+    return kind >= NROWS ? gck_function_at(kind - NROWS) : NULL;
 }
 
-const gck_saved_row *gck_saved_row_of(gck_state *state, int index, PyObject **attribute)
+const gck_saved_row *gck_saved_row_of(int kind, int n)
 {
-    if (index >= NROWS) {
-        const gck_function *function = gck_node_function(index);
-        const gck_saved_row *row = function != NULL ? &function->rows[(index - NROWS) % GCK_FUNCTION_ROWS] : NULL;
-        *attribute = NULL;
-        return row != NULL && row->node != NULL ? row : NULL;
-    }
-    *attribute = PyTuple_GetItem(state->saved_attributes, index);
-    return &rows[index];
+    const gck_function *function = gck_node_function(kind);
+    const int others = function == NULL
+        && (kind < 0 || kind + n >= NROWS || strcmp(rows[kind + n].node, rows[kind].node) != 0);
+    const gck_saved_row *row = others ? NULL : function != NULL ? &function->rows[n] : &rows[kind + n];
+
+    return row != NULL && row->node != NULL ? row : NULL;
+}
+
+PyObject *gck_saved_attribute(const gck_state *state, int kind, int n)
+{
+    return kind < NROWS ? PyTuple_GetItem(state->saved_attributes, kind + n) : NULL;
 }
 
 /* ---- the node of a tensor ---- */
@@ -401,20 +393,15 @@ PyObject *gck_node_of(gck_state *state, gck_input *in)
 
 /* ---- for the documentation ---- */
 
-PyObject *gck_saved_roles(PyObject *module, PyObject *unused)
+PyObject *gck_saved_roles(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *list = PyList_New(0);
-    int status = list == NULL ? -1 : 0;
 
-    (void)module, (void)unused;
-    for (int i = 0; status == 0 && i < NROWS; i++) {
+    for (int i = 0; list != NULL && i < NROWS; i++) {
         const gck_saved_row *row = &rows[i];
-        status = gck_append(list, Py_BuildValue("(sszs)", row->node, row->argument,
-                                                row->family < GCK_NFAMILIES ? families[row->family] : NULL,
-                                                texts[row->role]));
-    }
-    if (status < 0) {
-        Py_CLEAR(list);
+        gck_add_item(&list, Py_BuildValue("(sszs)", row->node, row->argument,
+                                          row->family < GCK_NFAMILIES ? families[row->family] : NULL,
+                                          texts[row->role]));
     }
     return list;
 }
@@ -448,25 +435,21 @@ static const char *const kind_names[] = {
 static PyObject *rows_of(int first)
 {
     PyObject *list = PyList_New(0);
-    int status = list == NULL ? -1 : 0;
+    const gck_saved_row *row;
 
-    for (int i = first; status == 0 && i < NROWS && strcmp(rows[i].node, rows[first].node) == 0; i++) {
-        status = gck_append(list, Py_BuildValue("(ssz)", rows[i].argument, role_names[rows[i].role],
-                                                rows[i].family < GCK_NFAMILIES ? families[rows[i].family] : NULL));
-    }
-    if (status < 0) {
-        Py_CLEAR(list);
+    for (int i = 0; list != NULL && (row = gck_saved_row_of(first, i)) != NULL; i++) {
+        gck_add_item(&list, Py_BuildValue("(ssz)", row->argument, role_names[row->role],
+                                          row->family < GCK_NFAMILIES ? families[row->family] : NULL));
     }
     return list;
 }
 
-PyObject *gck_saved_nodes(PyObject *module, PyObject *unused)
+PyObject *gck_saved_nodes(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     gck_state *state = PyModule_GetState(module);
     PyObject *found, *name, *number;
     Py_ssize_t at = 0;
 
-    (void)unused;
     if (state->node_names == NULL && learn_names(state) < 0) {
         return NULL;
     }

@@ -10,9 +10,11 @@
 /* The kind of this node; below GCK_NODE_LEAF with an exception. */
 int gck_node_kind(gck_state *state, PyObject *node);
 
-/* The row with this index, and its attribute _raw_saved_<argument>: borrowed, NULL for one of a Function, of which the
- * argument is a number.  NULL behind the last. */
-const gck_saved_row *gck_saved_row_of(gck_state *state, int index, PyObject **attribute);
+/* Row n of the nodes of this kind; NULL behind the last, and where they have none. */
+const gck_saved_row *gck_saved_row_of(int kind, int n);
+
+/* Its attribute _raw_saved_<argument>: borrowed; NULL for one of a Function, of which the argument is a number. */
+PyObject *gck_saved_attribute(const gck_state *state, int kind, int n);
 
 /* What is known of the Function whose nodes have this kind; NULL: it has no rows, or is none. */
 const gck_function *gck_node_function(int kind);

@@ -15,25 +15,18 @@ enum { DEPTH = 64, RECENT = 1024, HELD = -1, FAILED = -2 };
  * longest path to one that is held, or HELD: it is one. */
 static _Thread_local struct { const PyObject *node; int64_t number; int below; } recent[RECENT];
 
-typedef struct { PyObject *node; int64_t number; } pin;
-
-struct gck_pins {
-    pin       *held;                             /* their nodes owned; the oldest node first */
-    Py_ssize_t n, room;
-    int        due;                              /* what used one of them has been freed  */
-};
-
 static const char capsule_name[] = "gradckpt.held";
 
 /* ---- letting go ---- */
 
-/* Newest first: each may be what held the one before. */
-void gck_pins_sweep(gck_state *state)
+/* Let go of nodes that nothing else holds, if what used one has been freed; newest first: each may be what held the one
+ * before. */
+static void sweep(gck_state *state)
 {
-    struct gck_pins *pins = state->pins;
+    gck_pins *pins = &state->pins;
     gck_error error;
 
-    if (pins == NULL || !pins->due) {
+    if (!pins->due) {
         return;
     }
     pins->due = 0;
@@ -50,7 +43,7 @@ void gck_pins_sweep(gck_state *state)
 
 static int sweep_later(void *state)
 {
-    gck_pins_sweep(state);
+    sweep(state);
     return 0;
 }
 
@@ -60,8 +53,8 @@ static void note(PyObject *capsule)
     gck_state *state = PyCapsule_GetPointer(capsule, capsule_name);
     PyObject *type = PyCapsule_GetContext(capsule);
 
-    if (state->pins != NULL && !state->pins->due) {
-        state->pins->due = 1;
+    if (state->pins.n > 0 && !state->pins.due) {
+        state->pins.due = 1;
         Py_AddPendingCall(sweep_later, state);   /* without a place for it the next look lets go */
     }
     Py_XDECREF(type);
@@ -71,30 +64,19 @@ static void note(PyObject *capsule)
 
 static int hold(gck_state *state, PyObject *node, int64_t number)
 {
-    struct gck_pins *pins = state->pins;
+    gck_pins *pins = &state->pins;
     Py_ssize_t i;
 
-    if (pins == NULL && (pins = state->pins = calloc(1, sizeof *pins)) == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
     for (i = pins->n; i > 0 && pins->held[i - 1].number >= number; i--) {
         if (pins->held[i - 1].node == node) {
             return 0;
         }
     }
-    if (pins->n == pins->room) {
-        const Py_ssize_t room = pins->room > 0 ? 2 * pins->room : 64;
-        pin *held = realloc(pins->held, (size_t)room * sizeof *held);
-        if (held == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        pins->held = held;
-        pins->room = room;
+    if (gck_make_room(&pins->held, pins->n, &pins->room, sizeof *pins->held) < 0) {
+        return -1;
     }
     memmove(&pins->held[i + 1], &pins->held[i], sizeof *pins->held * (size_t)(pins->n++ - i));
-    pins->held[i] = (pin){Py_NewRef(node), number};
+    pins->held[i] = (struct gck_pin){Py_NewRef(node), number};
     return 0;
 }
 
@@ -150,7 +132,7 @@ static int below(gck_state *state, PyObject *node, int depth)
 
 int gck_pins_looked(gck_state *state, PyObject *node)
 {
-    gck_pins_sweep(state);
+    sweep(state);
     return ++state->looked < GCK_PIN_FROM || below(state, node, DEPTH) != FAILED ? 0 : -1;
 }
 
@@ -158,14 +140,11 @@ int gck_pins_looked(gck_state *state, PyObject *node)
 
 void gck_pins_clear(gck_state *state)
 {
-    struct gck_pins *pins = state->pins;
+    const gck_pins pins = state->pins;
 
-    state->pins = NULL;
-    for (Py_ssize_t i = 0; pins != NULL && i < pins->n; i++) {
-        Py_DECREF(pins->held[i].node);
+    state->pins = (gck_pins){.held = NULL};
+    for (Py_ssize_t i = 0; i < pins.n; i++) {
+        Py_DECREF(pins.held[i].node);
     }
-    if (pins != NULL) {
-        free(pins->held);
-    }
-    free(pins);
+    free(pins.held);
 }

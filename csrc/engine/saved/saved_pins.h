@@ -16,9 +16,6 @@ enum { GCK_PIN_EVERY = 500, GCK_PIN_FROM = 250 };
 /* A node has been looked at, those behind it before.  0 or -1. */
 int gck_pins_looked(gck_state *state, PyObject *node);
 
-/* Let go of nodes that nothing else holds, if what used one has been freed. */
-void gck_pins_sweep(gck_state *state);
-
 void gck_pins_clear(gck_state *state);
 
 #endif

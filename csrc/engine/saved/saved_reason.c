@@ -2,6 +2,7 @@
 #include "engine/saved/saved_reason.h"
 
 #include "gradckpt.h"
+#include "torch/calls.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
 #include "engine/checkpoint_options.h"
@@ -62,8 +63,7 @@ static int form_when_packed(const gck_saved_hooks *self, gck_input *in, PyObject
 {
     gck_state *state = self->packing.state;
     const int in_leaf = node == Py_None ? 0 : gck_lies_in_leaf(state, in->x, node);
-    PyObject *index;
-    long which;
+    int64_t which;
 
     if (in_leaf != 0) {
         return in_leaf < 0 ? -1 : GCK_SKIP_LEAF;
@@ -80,9 +80,7 @@ static int form_when_packed(const gck_saved_hooks *self, gck_input *in, PyObject
     if (*when == GCK_WAITS || made != number) {
         return GCK_SKIP_EXACT;
     }
-    index = PyObject_GetAttr(in->x, state->py.names.output_nr);
-    which = index != NULL ? PyLong_AsLong(index) : -1;
-    Py_XDECREF(index);
+    which = gck_as_int64(PyObject_GetAttr(in->x, state->py.names.output_nr));
     if (which == -1 && PyErr_Occurred()) {
         return -1;
     }

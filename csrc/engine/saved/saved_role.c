@@ -9,7 +9,6 @@
 #include "engine/saved/saved_leaf.h"
 #include "engine/saved/saved_tensor.h"
 
-#include <string.h>
 
 /* ---- conditions ---- */
 
@@ -24,11 +23,7 @@ static int look(gck_state *state, const gck_input *in, gck_tensor *view)
 /* An int among a node's attributes; -1 with an exception. */
 static int64_t int_of(PyObject *node, const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(node, name);
-    const int64_t number = value != NULL ? PyLong_AsLongLong(value) : -1;
-
-    Py_XDECREF(value);
-    return number;
+    return gck_as_int64(PyObject_GetAttrString(node, name));
 }
 
 /* 1 when a factor has as many values as the product.  Of an expanded one only one value counts. */
@@ -134,7 +129,7 @@ static PyObject *dimension_of(PyObject *node)
 /* 1 when the attention's result is not kept, but made again; 0, -1. */
 static int is_made_again(const gck_state *state, PyObject *node)
 {
-    gck_saved_tensor *saved = state->nodes_tell ? gck_node_saved(state, node, NULL, state->py.names._raw_saved_output)
+    gck_saved_tensor *saved = state->nodes_tell ? gck_node_saved_as(state, node, state->py.names._raw_saved_output)
                                                 : NULL;
     const int again = saved != NULL ? saved->form.entry.kind == GCK_PACKED_OBJECT : PyErr_Occurred() ? -1 : 0;
 
@@ -239,8 +234,7 @@ int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObj
                        gck_input *in, gck_saved_as *as)
 {
     const int kind = gck_node_kind(state, node);
-    PyObject *attribute = NULL;
-    const gck_saved_row *row, *first = NULL;
+    const gck_saved_row *row;
     const gck_function *function = gck_node_function(kind);
     int weight;
 
@@ -251,17 +245,11 @@ int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObj
     if (weight != 0) {
         return weight < 0 ? -1 : 0;
     }
-    for (int i = kind; i >= 0 && (row = gck_saved_row_of(state, i, &attribute)) != NULL; i++) {
-        int found = !state->nodes_tell;            /* then the node's name alone decides */
-        first = first == NULL ? row : first;
-        if (strcmp(row->node, first->node) != 0) {
-            break;
-        }
-        if (gck_saved_row_is_result(row)) {
-            continue;
-        }
-        if (!found) {
-            gck_saved_tensor *saved = gck_node_saved(state, node, row, attribute);
+    for (int n = 0; (row = gck_saved_row_of(kind, n)) != NULL; n++) {
+        const int result = gck_saved_row_is_result(row);
+        int found = !result && !state->nodes_tell;      /* then the node's name alone decides */
+        if (!result && !found) {
+            gck_saved_tensor *saved = gck_node_saved(state, node, kind, n);
             found = saved != NULL ? saved == packed : PyErr_Occurred() ? -1 : 0;
             Py_XDECREF((PyObject *)saved);
         }
@@ -308,15 +296,10 @@ int gck_saved_as_result(gck_state *state, const gck_saved_formats *formats, PyOb
                         gck_saved_as *as)
 {
     const int kind = gck_node_kind(state, node);
-    PyObject *attribute = NULL;
-    const gck_saved_row *row, *first = NULL;
+    const gck_saved_row *row;
 
-    for (int i = kind; i >= 0 && (row = gck_saved_row_of(state, i, &attribute)) != NULL; i++) {
-        first = first == NULL ? row : first;
-        if (strcmp(row->node, first->node) != 0) {
-            break;
-        }
-        const int open = gck_saved_row_is_result(row) ? is_open(state, node, attribute) : 0;
+    for (int n = 0; (row = gck_saved_row_of(kind, n)) != NULL; n++) {
+        const int open = gck_saved_row_is_result(row) ? is_open(state, node, gck_saved_attribute(state, kind, n)) : 0;
         if (open != 0) {
             return open < 0 ? -1 : form_of(state, formats, row, node, in, as);
         }

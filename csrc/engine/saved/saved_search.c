@@ -59,15 +59,8 @@ static int push(search *s, visit next)
     if (next.number < 0 || next.number == INT64_MAX || next.number <= s->latest - GCK_WAITING_NODES) {
         return next.number < 0 ? -1 : 0;
     }
-    if (s->n == s->room) {
-        const Py_ssize_t room = s->room > 0 ? 2 * s->room : 32;
-        visit *heap = realloc(s->heap, (size_t)room * sizeof *heap);
-        if (heap == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        s->heap = heap;
-        s->room = room;
+    if (gck_make_room(&s->heap, s->n, &s->room, sizeof *s->heap) < 0) {
+        return -1;
     }
     Py_INCREF(next.node);
     s->heap[s->n++] = next;
@@ -113,19 +106,28 @@ static visit pop(search *s)
     return top;
 }
 
+/* Borrowed: the latest of those that wait for the node with this number; NULL: none.  decided 0: not of those that a
+ * search will settle. */
+static gck_saved_tensor *waiting_for(const gck_saved_list *l, int64_t number, int decided)
+{
+    for (int i = l->n, left = l->waits; left > 0 && i-- > 0;) {
+        gck_saved_tensor *saved = l->known[i];
+        left -= saved->hooks != NULL;
+        if (saved->hooks != NULL && saved->number == number && (decided || !saved->decided)) {
+            return saved;
+        }
+    }
+    return NULL;
+}
+
 /* Settle what this node saves.  0 or -1. */
 static int settle_one(search *s, const decision *d)
 {
-    const gck_saved_list *l = s->l;
+    gck_saved_tensor *saved;
     int status = 0;
 
-    for (int i = l->n, left = l->waits; status == 0 && left > 0 && i-- > 0;) {
-        left -= l->known[i]->hooks != NULL;
-        if (l->known[i]->hooks != NULL && l->known[i]->number == d->number) {
-            status = gck_saved_waiting_settle(l->known[i], d->node, d->exactly, 0, &s->batch);
-            i = l->n;                            /* Python has run: the list may have changed */
-            left = l->waits;
-        }
+    while (status == 0 && (saved = waiting_for(s->l, d->number, 1)) != NULL) {
+        status = gck_saved_waiting_settle(saved, d->node, d->exactly, 0, &s->batch);
     }
     return status < 0 || !gck_is_function(d->node) ? status
          : gck_saved_function_settle(s->batch.state, d->node, d->exactly, &s->batch);
@@ -134,14 +136,11 @@ static int settle_one(search *s, const decision *d)
 /* What the node of this number saves is to be settled; exactly: without error.  0 or -1. */
 static int decide(search *s, PyObject *node, int64_t number, int exactly)
 {
-    gck_saved_list *l = s->l;
+    gck_saved_tensor *saved;
     int found = gck_is_function(node);           /* it may have saved what does not wait */
 
-    for (int i = l->n, left = l->waits; left > 0 && i-- > 0;) {
-        left -= l->known[i]->hooks != NULL;
-        if (l->known[i]->hooks != NULL && l->known[i]->number == number && !l->known[i]->decided) {
-            l->known[i]->decided = found = 1;
-        }
+    while ((saved = waiting_for(s->l, number, 0)) != NULL) {
+        saved->decided = found = 1;
     }
     if (found && s->n_decided == MAX_DECIDED) {  /* very many Functions: the oldest need not be the first */
         return settle_one(s, &(decision){node, number, exactly});
@@ -174,15 +173,13 @@ static int settle_decided(search *s, int failed)
 static int recall(search *s, const visit *at, int kind)
 {
     gck_state *state = s->batch.state;
-    PyObject *attribute;
     gck_saved_tensor *saved;
     const gck_codec *codec;
-    const gck_saved_row *row, *first = gck_saved_row_of(state, kind, &attribute);
+    const gck_saved_row *row;
     int status = 0;
 
-    for (int i = kind; state->nodes_tell && status == 0 && (row = gck_saved_row_of(state, i, &attribute)) != NULL
-                       && strcmp(row->node, first->node) == 0; i++) {
-        saved = gck_node_saved(state, at->node, row, attribute);
+    for (int n = 0; state->nodes_tell && status == 0 && (row = gck_saved_row_of(kind, n)) != NULL; n++) {
+        saved = gck_node_saved(state, at->node, kind, n);
         status = saved == NULL ? (PyErr_Occurred() ? -1 : 0) : gck_saved_form_take_back(s->self, saved);
         codec = saved != NULL && status == 0 ? gck_saved_form_codec(&saved->form) : NULL;
         if (codec != NULL && codec->max_error > 0 && at->use == GCK_AMPLIFIED) {
@@ -220,15 +217,8 @@ static int made_steeply(search *s, const visit *at, int kind)
 static int is_awaited(const gck_saved_list *l, int64_t number)
 {
     const int64_t at = number % GCK_WAITING_NODES;
-    const int open = l->open[at] == number + 1 && l->open_for[at] != number;
 
-    for (int i = l->n, left = open ? l->waits : 0; left > 0 && i-- > 0;) {
-        left -= l->known[i]->hooks != NULL;
-        if (l->known[i]->hooks != NULL && l->known[i]->number == l->open_for[at] && !l->known[i]->decided) {
-            return 1;
-        }
-    }
-    return 0;
+    return l->open[at] == number + 1 && l->open_for[at] != number && waiting_for(l, l->open_for[at], 0) != NULL;
 }
 
 /* Visit what is behind the node next.  0 or -1. */
@@ -370,7 +360,7 @@ int gck_saved_search_in_backward(gck_saved_hooks *self, const gck_saved_tensor *
     kind = node != Py_None ? gck_node_kind(state, node) : GCK_NODE_VIEW;
     if (kind < GCK_NODE_LEAF) {
         status = -1;
-    } else if (gck_node_may_amplify(state, kind)) {
+    } else if (gck_node_may_amplify(kind)) {
         list = gck_saved_list_new();             /* that of the thread knows other nodes */
         s.l = list != NULL ? gck_saved_list_of(list) : NULL;
         s.latest = list != NULL ? gck_node_number(&state->py, node) : -1;

@@ -119,9 +119,8 @@ static PyMemberDef saved_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyObject *restore(PyObject *op, PyObject *unused)
+static PyObject *restore(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return gck_saved_tensor_restore((gck_saved_tensor *)op);
 }
 

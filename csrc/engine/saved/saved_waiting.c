@@ -17,7 +17,7 @@
 static void uncount(const gck_saved_tensor *saved, int64_t nbytes, int reason)
 {
     if (saved->epoch == saved->state->epoch) {
-        gck_uncount_uncompressed_bytes(saved->state, nbytes, reason);
+        gck_count_uncompressed_bytes(saved->state, nbytes, reason, -1);
     }
 }
 
@@ -46,27 +46,32 @@ static int enter_stream(const gck_saved_tensor *saved, gck_stream_guard *guard)
         && (now == saved->stream || gck_stream_enter(saved->device, saved->stream, guard) == 0);
 }
 
+/* What a Function saves was kept as it is, so it stays so where the node needs it exactly; what waits gets a form in
+ * any case. */
 int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactly, int go_on, gck_batch *batch)
 {
     gck_state *state = saved->state;
-    PyObject *op = saved->hooks;
+    const int waits = saved->hooks != NULL;
+    PyObject *op = waits ? saved->hooks : saved->packer;
     const gck_saved_hooks *self = (gck_saved_hooks *)op;
     gck_input in = gck_input_of(saved->form.entry.value);
     gck_saved_as as = {.codec = NULL};
-    gck_saved_list *l = gck_saved_list_of(saved->waiting);
+    gck_saved_list *l = waits ? gck_saved_list_of(saved->waiting) : NULL;
+    int64_t nbytes = saved->waits;
     gck_stream_guard guard;
     const int entered = enter_stream(saved, &guard);
     int status = entered < 0 ? -1 : gck_input_read(&state->py, &in, GCK_FACT_VERSION);
 
     node = entered ? node : NULL;
     Py_INCREF((PyObject *)saved);
-    saved->hooks = NULL;
-    l->waits--;
-    in.known |= GCK_FACT_GRAD | GCK_FACT_LEAF;   /* faster: what waits was judged when it was packed */
-    in.requires_grad = 1;
+    saved->hooks = saved->packer = NULL;
+    if (waits) {
+        l->waits--;
+    }
+    in.known |= GCK_FACT_GRAD | GCK_FACT_LEAF;   /* faster: it was judged when it was packed, */
+    in.requires_grad = 1;                        /* and is an activation where it is encoded */
     if (status == 0 && in.version == saved->form.entry.version) {
         /* else unpack raises torch's error that the values are gone */
-        uncount(saved, saved->waits, GCK_SKIP_UNKNOWN);
         status = node == NULL ? 0 : gck_saved_as_input(state, &self->formats, node, saved, &in, &as);
         if (exactly && as.codec != NULL && as.codec->max_error > 0) {
             gck_saved_as_clear(&as);
@@ -74,11 +79,20 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
         if (as.unknown && status == 0) {
             status = gck_count_unknown_function(state, node, in.x);
         }
-        status = status < 0 ? -1
-               : gck_saved_form_become(self, saved, &as, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT, batch);
-        status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
+        if (!waits && as.codec != NULL && status == 0) {
+            status = gck_count_bytes(&state->py, in.x, &nbytes);
+        }
+        if (waits || as.codec != NULL) {
+            uncount(saved, nbytes, waits ? GCK_SKIP_UNKNOWN : saved->reason);
+            status = status < 0 ? -1
+                   : gck_saved_form_become(self, saved, &as, &in, node == NULL ? GCK_SKIP_UNKNOWN : GCK_SKIP_EXACT,
+                                           batch);
+            status = status < 0 || waits || saved->form.storage == NULL ? status
+                   : gck_saved_waiting_add(self->waiting, saved);
+            status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
+        }
     }
-    saved->unknown = node == NULL;
+    saved->unknown = waits && node == NULL;
     if (go_on) {
         saved->hooks = Py_NewRef(op);
         l->waits++;
@@ -96,47 +110,7 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
     return status;
 }
 
-int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on)
-{
-    return gck_saved_waiting_settle(saved, NULL, 0, go_on, NULL);
-}
-
 /* ---- what Functions save ---- */
-
-/* The same of a tensor that was kept as it is, for a node of a Function.  0 or -1. */
-static int settle_of_function(gck_saved_tensor *saved, PyObject *node, int exactly, gck_batch *batch)
-{
-    gck_state *state = saved->state;
-    PyObject *op = saved->packer;
-    const gck_saved_hooks *self = (gck_saved_hooks *)op;
-    gck_input in = gck_input_of(saved->form.entry.value);
-    gck_saved_as as = {.codec = NULL};
-    gck_stream_guard guard;
-    int64_t nbytes = 0;
-    const int entered = enter_stream(saved, &guard);
-    int status = entered < 0 ? -1 : gck_input_read(&state->py, &in, GCK_FACT_VERSION);
-
-    saved->packer = NULL;
-    in.known |= GCK_FACT_GRAD | GCK_FACT_LEAF;
-    in.requires_grad = 1;                        /* it is an activation, where it is encoded */
-    if (status == 0 && entered && in.version == saved->form.entry.version) {
-        status = gck_saved_as_input(state, &self->formats, node, saved, &in, &as);
-        if (status == 0 && as.unknown) {
-            status = gck_count_unknown_function(state, node, in.x);
-        } else if (status == 0 && as.codec != NULL && !(exactly && as.codec->max_error > 0)) {
-            status = gck_count_bytes(&state->py, in.x, &nbytes);
-            uncount(saved, nbytes, saved->reason);
-            status = status < 0 ? -1 : gck_saved_form_become(self, saved, &as, &in, GCK_SKIP_EXACT, batch);
-            status = status < 0 || saved->form.storage == NULL ? status : gck_saved_waiting_add(self->waiting, saved);
-            status = status < 0 ? -1 : gck_saved_form_hold(self, &saved->form);
-        }
-    }
-    gck_stream_leave(&guard);
-    gck_saved_as_clear(&as);
-    Py_DECREF(op);
-    gck_input_clear(&in);
-    return status;
-}
 
 int gck_saved_function_settle(gck_state *state, PyObject *node, int exactly, gck_batch *batch)
 {
@@ -156,7 +130,7 @@ int gck_saved_function_settle(gck_state *state, PyObject *node, int exactly, gck
     Py_XDECREF(all);
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(open); i++) {
         gck_saved_tensor *saved = (gck_saved_tensor *)PyList_GetItem(open, i);
-        status = saved->packer != NULL ? settle_of_function(saved, node, exactly, batch) : 0;
+        status = saved->packer != NULL ? gck_saved_waiting_settle(saved, node, exactly, 0, batch) : 0;
     }
     Py_XDECREF(open);
     return status;
@@ -164,33 +138,17 @@ int gck_saved_function_settle(gck_state *state, PyObject *node, int exactly, gck
 
 /* ---- the list ---- */
 
-/* The number of the oldest tensor that waits; INT64_MAX: none waits. */
-static int64_t oldest(const gck_saved_list *l)
-{
-    int64_t number = INT64_MAX;
-    int left = l->waits;
-
-    for (int i = l->n - 1; left > 0 && i >= 0; i--) {
-        left -= l->known[i]->hooks != NULL;
-        number = l->known[i]->hooks != NULL ? l->known[i]->number : number;
-    }
-    return number;
-}
-
 /* Limit the list to the latest of those that wait and of those that do not.  number: of the latest.
  * 0 or -1. */
 static int trim(gck_saved_list *l, int64_t number)
 {
     int status = 0;
 
-    while (status == 0 && (l->waits >= GCK_WAITING_TENSORS || oldest(l) < number - GCK_WAITING_NODES)) {
-        for (int i = 0; i < l->n; i++) {
-            gck_saved_tensor *saved = l->known[i];
-            if (saved->hooks != NULL
-                && (l->waits >= GCK_WAITING_TENSORS || saved->number < number - GCK_WAITING_NODES)) {
-                status = gck_saved_waiting_settle(saved, NULL, 0, 0, NULL);  /* Python may change the list */
-                break;
-            }
+    for (int i = 0; status == 0 && i < l->n; i++) {
+        gck_saved_tensor *saved = l->known[i];
+        if (saved->hooks != NULL && (l->waits >= GCK_WAITING_TENSORS || saved->number < number - GCK_WAITING_NODES)) {
+            status = gck_saved_waiting_settle(saved, NULL, 0, 0, NULL);
+            i = -1;                              /* Python may have changed the list */
         }
     }
     for (int i = 0; status == 0 && l->n - l->waits >= GCK_WAITING_TENSORS; i++) {

@@ -17,13 +17,10 @@ void gck_saved_waiting_at(gck_saved_tensor *saved, const gck_tensor *view);
  * together share a launch.  What waits meanwhile is `late`. */
 int gck_saved_waiting_may_last(PyObject *waiting);
 
-/* Settle a waiting tensor in the form that this node needs; exactly: without error.  node NULL: it is not known.
- * batch: where encoding may be deferred, or NULL.  0 or -1. */
+/* Settle a tensor that waits, or was kept for a Function, in the form that this node needs; exactly: without error.
+ * node NULL: it is not known, so the tensor stays, without its graph, of which it may be a result; go_on: and waits
+ * again.  batch: where encoding may be deferred, or NULL.  0 or -1. */
 int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactly, int go_on, gck_batch *batch);
-
-/* Settle a waiting tensor without knowing its node: it stays, without its graph, of which it may be
- * a result; go_on: and waits again.  0 or -1. */
-int gck_saved_waiting_leave(gck_saved_tensor *saved, int go_on);
 
 /* Keep what this node of a Function has saved, and what was kept as it is until the node was known, as the node needs
  * it; exactly: without error.  0 or -1. */

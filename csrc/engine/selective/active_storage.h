@@ -25,17 +25,19 @@ typedef struct gck_active {
     struct gck_active *outer;        /* in the state's list: inner ones first            */
 } gck_active;
 
+/* Borrowed: `a` or the next one around it of this thread; NULL: none. */
+gck_active *gck_active_of_thread(gck_active *a);
+
 /* Borrowed: `a` or the next one around it that sees this thread's operators; NULL: none. */
 gck_active *gck_active_here(gck_active *a, unsigned long thread);
 
-/* From here on, the context that this thread enters for a region knows that run.  The earlier pair is
- * put back at the end. */
+/* From here on, the context that this thread enters for a region knows that run.  Returns the earlier pair, which is
+ * swapped in again at the end. */
 typedef struct {
     const PyObject *context;         /* borrowed, compared only                          */
     const gck_run  *run;             /* borrowed                                         */
 } gck_context_run;
-gck_context_run gck_context_run_begin(const PyObject *context, const gck_run *run);
-void gck_context_run_end(gck_context_run before);
+gck_context_run gck_context_run_swap(gck_context_run to);
 /* The run is over: active stores forget it. */
 void gck_context_run_forget(const gck_state *state, const gck_run *run);
 /* Borrowed: the run of the region that enters this context; NULL: it is not known. */

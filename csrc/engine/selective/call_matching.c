@@ -96,10 +96,8 @@ Py_ssize_t gck_matching_find(gck_matching *m, gck_op_storage *store, const gck_c
         if (found > 0 && kept) {
             m->often = found;
             m->surplus = m->surplus != NULL ? m->surplus : Py_NewRef(call->key);
-            PyObject *key = Py_NewRef(call->key);
-            gck_done(PyObject_CallFunction(store->state->py.call.raise_torchs, "sOiii", "no_entry", key,
-                                           index_of(m, store, key), 1, 0));
-            Py_DECREF(key);
+            gck_done(PyObject_CallFunction(store->state->py.call.raise_torchs, "sOiii", "no_entry", call->key,
+                                           index_of(m, store, call->key), 1, 0));
             return -1;
         }
         likeness = GCK_LIKE_CALLS;
@@ -179,9 +177,7 @@ static int judge_pair(const gck_matching *m, gck_op_storage *store, Py_ssize_t i
             forward += alike;
             recompute += alike && m->matches[k].used;
         }
-        PyObject *key = Py_NewRef(store->calls[i].key);
-        status = raise_ambiguous(store, key, forward, recompute);
-        Py_DECREF(key);
+        status = raise_ambiguous(store, store->calls[i].key, forward, recompute);
     }
     return status;
 }

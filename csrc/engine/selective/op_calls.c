@@ -58,35 +58,40 @@ static int ask(gck_op_storage *store, const gck_call *call, PyObject *out, gck_o
     return decide ? 1 : keep;
 }
 
-/* Add the versions of the tensors in x to *versions, and their number to *n.  0 or -1. */
-static int add_versions(const gck_py *py, PyObject *x, int64_t *versions, int *n)
-{
-    const int tensor = gck_is_tensor(py, x);
-    int64_t version = 0;
-    int status = tensor > 0 ? gck_version_of(py, x, &version) : tensor;
+/* The versions of tensors, added up, and how many they are. */
+typedef struct {
+    const gck_py *py;
+    int64_t       sum;
+    int           n;
+} versions;
 
-    *versions += version;
-    *n += tensor > 0;
-    for (Py_ssize_t i = 0; status == 0 && i < gck_items(x); i++) {
-        status = add_versions(py, gck_item(x, i), versions, n);
+static int add_version(void *with, PyObject *x)
+{
+    versions *all = with;
+    const int tensor = gck_is_tensor(all->py, x);
+    int64_t version = 0;
+
+    if (tensor < 0 || (tensor > 0 && gck_version_of(all->py, x, &version) < 0)) {
+        return -1;
     }
-    return status;
+    all->sum += version;
+    all->n += tensor;
+    return 0;
 }
 
 /* 1 when a higher order operator has to run again, whatever the policy says: it has written into its operands,
  * whose versions were `before`, or it returned no tensor, so it ran for what it writes; 0; -1. */
 static int does_more(const gck_py *py, const gck_call *call, int64_t before, PyObject *out)
 {
-    int64_t now = 0, unused = 0;
-    int operands = 0, results = 0;
+    versions operands = {.py = py}, results = operands;
 
-    return add_versions(py, call->args, &now, &operands) < 0 || add_versions(py, out, &unused, &results) < 0
-        ? -1 : now != before || results == 0;
+    return gck_each_item(call->args, add_version, &operands) < 0 || gck_each_item(out, add_version, &results) < 0
+        ? -1 : operands.sum != before || results.n == 0;
 }
 
 /* Keep those of a call's outputs that the policy names.  The call is one that runs again until they
  * are stored, because the policy and the code that stores them may call operators too.  0 or -1. */
-static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, int64_t versions, gck_draw *draw,
+static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, int64_t before, gck_draw *draw,
                         PyObject *out)
 {
     gck_op_rule own = {.op = NULL};
@@ -101,7 +106,7 @@ static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, i
         keep = gck_op_runs_again(&store->state->py, call->op);
     }
     if (keep > 0 && call->higher_order) {
-        const int more = does_more(&store->state->py, call, versions, out);
+        const int more = does_more(&store->state->py, call, before, out);
         keep = more < 0 ? -1 : !more;
     }
     if (keep <= 0 || gck_hide_begin(store->state, &modes) < 0) {
@@ -137,15 +142,14 @@ PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int l
 {
     gck_py *py = &store->state->py;
     gck_draw draw = {NULL, NULL};
-    int64_t versions = 0;
-    int operands = 0;
-    const int draws = (call->higher_order && add_versions(py, call->args, &versions, &operands) < 0) ? -1
+    versions operands = {.py = py};
+    const int draws = (call->higher_order && gck_each_item(call->args, add_version, &operands) < 0) ? -1
                     : read_kind(py, call, active) < 0 ? -1
                     : line >= 0 ? gck_op_storage_rule(store, line)->draws : gck_op_draws(py, call->op);
     PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL
                   : call->run(call);
 
-    if (out != NULL && keep_outputs(store, line, call, versions, &draw, out) < 0) {
+    if (out != NULL && keep_outputs(store, line, call, operands.sum, &draw, out) < 0) {
         Py_CLEAR(out);
     }
     gck_draw_clear(&draw);
@@ -156,12 +160,11 @@ PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int l
 static PyObject *give(gck_active *active, gck_op_storage *store, gck_call *call, Py_ssize_t index)
 {
     const gck_recorded_call *of = &store->calls[index];
-    PyObject *entry = Py_NewRef(of->entry), *drawn = Py_XNewRef(of->drawn), *key = Py_NewRef(of->key);
+    PyObject *entry = Py_NewRef(of->entry), *drawn = Py_XNewRef(of->drawn);
     PyObject *modes, *out = NULL;
 
     if (entry == store->state->py.consumed_mark) {
-        gck_done(PyObject_CallFunction(store->state->py.call.raise_torchs, "sOiii", "no_entry", key, 0, 1,
-                                       1));
+        gck_done(PyObject_CallFunction(store->state->py.call.raise_torchs, "sOiii", "no_entry", of->key, 0, 1, 1));
     } else {
         if (!store->reusable && !of->lasting) {
             gck_matching_consume(&active->matching, store, index);
@@ -175,7 +178,6 @@ static PyObject *give(gck_active *active, gck_op_storage *store, gck_call *call,
     }
     Py_DECREF(entry);
     Py_XDECREF(drawn);
-    Py_DECREF(key);
     return out;
 }
 
@@ -227,8 +229,7 @@ static int is_part_of_another(const gck_py *py, const gck_call *call)
 static int runs_again(gck_op_storage *store, const gck_call *call, Py_ssize_t index)
 {
     PyObject *entry = Py_NewRef(store->calls[index].entry);
-    const int same = entry == store->state->py.recompute_mark ? 0 : gck_op_output_settle(store, entry);
-    int again = same < 0 ? -1 : !same;
+    int again = entry == store->state->py.recompute_mark ? 1 : gck_op_output_settle(store, entry);
 
     if (again == 0 && !store->mutation && (again = gck_op_output_written(store, entry)) > 0) {
         again = is_part_of_another(&store->state->py, call);

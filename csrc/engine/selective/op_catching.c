@@ -23,9 +23,9 @@ int gck_op_catching_begin(gck_state *state, gck_op_catching *c, gck_op_storage *
     }
     c->mode = PyObject_CallFunction(state->py.call.selective_mode, "OOi", (PyObject *)store,
                                   policy_fn != NULL ? policy_fn : Py_None, replay);
-    const gck_context_run before = gck_context_run_begin(c->mode, run);
+    const gck_context_run before = gck_context_run_swap((gck_context_run){c->mode, run});
     const int status = c->mode != NULL ? gck_done(PyObject_CallMethod(c->mode, "__enter__", NULL)) : -1;
-    gck_context_run_end(before);
+    gck_context_run_swap(before);
     if (status < 0) {
         Py_CLEAR(c->mode);
     }

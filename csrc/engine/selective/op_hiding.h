@@ -4,7 +4,6 @@
 
 #include "engine/state.h"
 #include "engine/selective/active_storage.h"
-#include "engine/selective/op_written.h"
 
 /* Make the active stores of this thread, from the innermost up to `last` (NULL: all), see more or
  * fewer operators. */
@@ -17,10 +16,5 @@ void gck_hide_from_active(gck_state *state, int by);
  * every mode.  0, or -1 with the first exception. */
 int gck_hide_begin(gck_state *state, PyObject **modes);
 int gck_hide_end(gck_state *state, PyObject *modes);
-
-/* An operator with this effect is about to run on x, its first argument: 1 when kept outputs lie in
- * the memory of x; 0; -1.  And afterwards, if it makes views unseen.  0 or -1. */
-int gck_effect_begin(gck_state *state, gck_op_effect effect, PyObject *x);
-int gck_effect_end(gck_state *state, PyObject *x, PyObject *out);
 
 #endif

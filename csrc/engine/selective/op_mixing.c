@@ -8,11 +8,7 @@
 
 int gck_op_mixing_of(const gck_py *py, PyObject *op)
 {
-    PyObject *answer = PyObject_CallFunctionObjArgs(py->call.mixing_of, op, NULL);
-    const long mixing = answer != NULL ? PyLong_AsLong(answer) : -1;
-
-    Py_XDECREF(answer);
-    return (int)mixing;
+    return (int)gck_as_int64(PyObject_CallFunctionObjArgs(py->call.mixing_of, op, NULL));
 }
 
 int gck_op_mixes(const gck_op_storage *store, const gck_op_rule *rule)
@@ -27,23 +23,18 @@ int gck_op_runs_again(const gck_py *py, PyObject *op)
     return gck_done(PyObject_CallFunctionObjArgs(py->call.warn_mixing, op, NULL));
 }
 
-/* Note the memory of each tensor in `out`.  0 or -1. */
-static int note(const gck_py *py, gck_op_watched *watched, PyObject *out)
+/* Note the memory of a tensor among the outputs.  0 or -1. */
+static int note(void *with, PyObject *out)
 {
-    const Py_ssize_t n = gck_items(out);
-    const int tensor = gck_is_tensor(py, out);
-    int status = tensor < 0 ? -1 : 0;
+    gck_op_storage *store = with;
+    gck_op_watched *watched = &store->watched;
+    const int tensor = gck_is_tensor(&store->state->py, out);
 
-    if (tensor > 0 && watched->n < GCK_WATCHED) {
-        status = gck_memory_of(py, out, &watched->data[watched->n], &watched->nbytes[watched->n]);
-        watched->n += status == 0;
+    if (tensor <= 0 || watched->n == GCK_WATCHED) {
+        return tensor < 0 ? -1 : 0;
     }
-    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
-        PyObject *item = PySequence_GetItem(out, i);
-        status = item != NULL ? note(py, watched, item) : -1;
-        Py_XDECREF(item);
-    }
-    return status;
+    watched->n++;
+    return gck_memory_of(&store->state->py, out, &watched->data[watched->n - 1], &watched->nbytes[watched->n - 1]);
 }
 
 int gck_op_watch(gck_op_storage *store, const gck_op_rule *rule, PyObject *op, PyObject *out)
@@ -56,7 +47,7 @@ int gck_op_watch(gck_op_storage *store, const gck_op_rule *rule, PyObject *op, P
     }
     store->watched = (gck_op_watched){.op = Py_NewRef(op), .node = gck_last_node_number(&store->state->py)};
     Py_XDECREF(before);
-    return store->watched.node == -1 && PyErr_Occurred() ? -1 : note(&store->state->py, &store->watched, out);
+    return store->watched.node == -1 && PyErr_Occurred() ? -1 : gck_each_item(out, note, store);
 }
 
 int gck_op_watch_save(gck_op_storage *store, PyObject *x)

@@ -20,38 +20,27 @@
 
 /* ---- what is kept of one output ---- */
 
-static int kept_traverse(PyObject *self, visitproc visit, void *arg)
+#define OF(field) offsetof(gck_op_output, field)
+static const gck_owned kept_owned[] = {OF(val), OF(unpack), OF(form), OF(others), OF(copy), 0};
+#undef OF
+
+static int kept_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(((gck_op_output *)self)->val);
-    Py_VISIT(((gck_op_output *)self)->unpack);
-    Py_VISIT(((gck_op_output *)self)->form);
-    Py_VISIT(((gck_op_output *)self)->others);
-    Py_VISIT(((gck_op_output *)self)->copy);
-    return 0;
+    return gck_object_visit(op, kept_owned, visit, arg);
 }
 
-static int kept_clear(PyObject *self)
-{
-    Py_CLEAR(((gck_op_output *)self)->val);
-    Py_CLEAR(((gck_op_output *)self)->unpack);
-    Py_CLEAR(((gck_op_output *)self)->form);
-    Py_CLEAR(((gck_op_output *)self)->others);
-    Py_CLEAR(((gck_op_output *)self)->copy);
-    return 0;
-}
+static int kept_clear(PyObject *op) { return gck_owned_clear(op, kept_owned); }
 
-static void kept_dealloc(PyObject *self)
+static void kept_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(self);
+    const gck_op_output *self = (gck_op_output *)op;
 
-    PyObject_GC_UnTrack(self);
-    if (((gck_op_output *)self)->counted_in != NULL) {
-        gck_count_replay(((gck_op_output *)self)->counted_in, -((gck_op_output *)self)->counted);
+    PyObject_GC_UnTrack(op);
+    if (self->counted_in != NULL) {
+        gck_count_replay(self->counted_in, -self->counted);
     }
-    kept_clear(self);
-    PyObject_GC_Del(self);
-    Py_DECREF(type);
+    kept_clear(op);
+    gck_object_free(op);
 }
 
 static PyMemberDef kept_members[] = {
@@ -257,52 +246,42 @@ int gck_op_output_unwritten(const gck_py *py, const gck_op_output *kept)
 }
 
 /* As gck_op_output_settle() of one output. */
-static int settle_one(gck_op_storage *store, gck_op_output *kept)
+static int settle_one(void *with, PyObject *x)
 {
+    gck_op_storage *store = with;
     const gck_py *py = &store->state->py;
-    int64_t now = kept->version;
+    gck_op_output *kept = (gck_op_output *)x;
+    int64_t now;
 
-    if ((kept->others == NULL && kept->copy == NULL && !kept->written) || gck_version_of(py, kept->val, &now) < 0) {
-        return PyErr_Occurred() ? -1 : 1;
+    if (Py_TYPE(x) != store->state->OpOutput || (kept->others == NULL && kept->copy == NULL && !kept->written)) {
+        return 0;
     }
-    if (now != kept->version) {                  /* reported where the value is returned */
-        return 1;
+    if (gck_version_of(py, kept->val, &now) < 0 || now != kept->version) {
+        return PyErr_Occurred() ? -1 : 0;        /* reported where the value is returned */
     }
     if (kept->copy != NULL) {
-        return take_copy(store, kept) < 0 ? -1 : 1;
+        return take_copy(store, kept);
     }
-    return kept->written ? 0 : gck_op_output_unwritten(py, kept);
+    const int same = kept->written ? 0 : gck_op_output_unwritten(py, kept);
+    return same < 0 ? -1 : !same;
 }
 
-int gck_op_output_settle(gck_op_storage *store, PyObject *entry)
-{
-    const Py_ssize_t n = gck_items(entry);
-    int same = Py_TYPE(entry) == store->state->OpOutput ? settle_one(store, (gck_op_output *)entry) : 1;
+int gck_op_output_settle(gck_op_storage *store, PyObject *entry) { return gck_each_item(entry, settle_one, store); }
 
-    for (Py_ssize_t i = 0; same > 0 && i < n; i++) {
-        PyObject *item = PySequence_GetItem(entry, i);
-        same = item != NULL ? gck_op_output_settle(store, item) : -1;
-        Py_XDECREF(item);
-    }
-    return same;
+/* As gck_op_output_written() of one output. */
+static int is_written(void *with, PyObject *x)
+{
+    const gck_state *state = with;
+    const gck_op_output *kept = (gck_op_output *)x;
+    int64_t now;
+
+    return Py_TYPE(x) != state->OpOutput || kept->version < 0 ? 0
+         : gck_version_of(&state->py, kept->val, &now) < 0 ? -1 : now != kept->version;
 }
 
 int gck_op_output_written(const gck_op_storage *store, PyObject *entry)
 {
-    const gck_op_output *kept = (gck_op_output *)entry;
-    const Py_ssize_t n = gck_items(entry);
-    int64_t now;
-    int written = 0;
-
-    if (Py_TYPE(entry) == store->state->OpOutput && kept->version >= 0) {
-        written = gck_version_of(&store->state->py, kept->val, &now) < 0 ? -1 : now != kept->version;
-    }
-    for (Py_ssize_t i = 0; written == 0 && i < n; i++) {
-        PyObject *item = PySequence_GetItem(entry, i);
-        written = item != NULL ? gck_op_output_written(store, item) : -1;
-        Py_XDECREF(item);
-    }
-    return written;
+    return gck_each_item(entry, is_written, store->state);
 }
 
 /* Count an entry, which may be NULL, as a discrete output of so many bytes, alive until it is freed. */
@@ -319,7 +298,7 @@ static PyObject *counted(gck_op_storage *store, PyObject *entry, int64_t nbytes)
 }
 
 /* A copy of a discrete output; bool as bits. */
-static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *unused)
+static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *Py_UNUSED(unused))
 {
     gck_state *state = store->state;
     const gck_codec *bits = gck_codec_find("mask");
@@ -329,7 +308,6 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *un
     int64_t nbytes = 0;
     int reason;
 
-    (void)unused;
     if (tensor <= 0) {
         return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), -1);
     }
@@ -361,9 +339,7 @@ static PyObject *map(gck_op_storage *store, PyObject *x, const gck_plan *plan, i
     list = PyList_New(0);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
         PyObject *item = PySequence_GetItem(x, i);
-        if (item == NULL || gck_append(list, map(store, item, tuple && i > 0 ? NULL : plan, f)) < 0) {
-            Py_CLEAR(list);
-        }
+        gck_add_item(&list, item != NULL ? map(store, item, tuple && i > 0 ? NULL : plan, f) : NULL);
         Py_XDECREF(item);
     }
     return tuple ? gck_as_tuple(list) : list;
@@ -373,11 +349,10 @@ PyObject *gck_op_output_keep(gck_op_storage *store, PyObject *out, const gck_pla
 {
     PyObject *hooks = gck_hooks_that_see(store->state, store->alone, store->shown), *around = store->hooks, *kept;
 
-    if (hooks == NULL || hooks == Py_None) {
-        Py_XDECREF(hooks);
-        return hooks != NULL ? map(store, out, plan, keep_one) : NULL;
+    if (hooks == NULL) {
+        return NULL;
     }
-    store->hooks = hooks;
+    store->hooks = hooks != Py_None ? hooks : around;
     kept = map(store, out, plan, keep_one);
     store->hooks = around;
     Py_DECREF(hooks);
@@ -454,13 +429,12 @@ static PyObject *fresh(gck_op_storage *store, gck_op_output *kept)
     return alias;
 }
 
-static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *unused)
+static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *Py_UNUSED(unused))
 {
     gck_op_output *kept = (gck_op_output *)x;
     const gck_py *py = &store->state->py;
     int64_t now;
 
-    (void)unused;
     if (Py_TYPE(x) != store->state->OpOutput) {
         return PyErr_Format(PyExc_TypeError,
                             "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", x);

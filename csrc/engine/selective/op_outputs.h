@@ -26,7 +26,7 @@ typedef struct {
 extern PyType_Spec gck_op_output_spec;
 
 /* Find out whether the outputs of an entry were written into unseen: copies made in time take their
- * place.  1: they are what the operator returned, or their versions show what happened; 0: they
+ * place.  0: they are what the operator returned, or their versions show what happened; 1: they
  * have changed; -1. */
 int gck_op_output_settle(gck_op_storage *store, PyObject *entry);
 

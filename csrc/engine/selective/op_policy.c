@@ -7,28 +7,22 @@
 #include <stdlib.h>
 #include <string.h>
 
+static const gck_owned names_owned[] = {offsetof(gck_op_policy, rows), offsetof(gck_op_policy, wanted), 0};
+
 static int names_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    gck_op_policy *self = (gck_op_policy *)op;
-
-    Py_VISIT(Py_TYPE(op));
-    Py_VISIT(self->rows);
-    Py_VISIT(self->wanted);
-    return 0;
+    return gck_object_visit(op, names_owned, visit, arg);
 }
 
 static void names_dealloc(PyObject *op)
 {
     gck_op_policy *self = (gck_op_policy *)op;
-    PyTypeObject *type = Py_TYPE(op);
 
     PyObject_GC_UnTrack(op);
-    Py_XDECREF(self->rows);
-    Py_XDECREF(self->wanted);
+    gck_owned_clear(op, names_owned);
     free(self->named);
     free(self->slots);
-    PyObject_GC_Del(op);
-    Py_DECREF(type);
+    gck_object_free(op);
 }
 
 static PyType_Slot names_slots[] = {

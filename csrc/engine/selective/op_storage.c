@@ -72,55 +72,48 @@ const gck_op_rule *gck_op_storage_rule(const gck_op_storage *store, int i)
     return i < n ? &store->policy->named[i] : &store->discrete_rules->named[i - n];
 }
 
+#define OF(field) offsetof(gck_op_storage, field)
+static const gck_owned store_owned[] = {
+    OF(storage), OF(candidates), OF(watched.op), OF(policy), OF(discrete_rules), 0,
+};
+#undef OF
+
 static int store_traverse(PyObject *op, visitproc visit, void *arg)
 {
     gck_op_storage *self = (gck_op_storage *)op;
 
-    Py_VISIT(Py_TYPE(op));
-    Py_VISIT(self->storage);
-    Py_VISIT((PyObject *)self->policy);
-    Py_VISIT((PyObject *)self->discrete_rules);
-    Py_VISIT(self->candidates);
-    Py_VISIT(self->watched.op);
     for (Py_ssize_t i = 0; i < self->ncalls; i++) {
         Py_VISIT(self->calls[i].key);
         Py_VISIT(self->calls[i].entry);
         Py_VISIT(self->calls[i].drawn);
     }
-    return 0;
+    return gck_object_visit(op, store_owned, visit, arg);
 }
 
 static int store_clear(PyObject *op)
 {
     gck_op_storage *self = (gck_op_storage *)op;
 
-    Py_CLEAR(self->storage);
-    Py_CLEAR(self->candidates);
     while (self->ncalls > 0) {
         const gck_recorded_call last = self->calls[--self->ncalls];     /* freeing it may run Python */
         Py_XDECREF(last.key);
         Py_XDECREF(last.entry);
         Py_XDECREF(last.drawn);
     }
-    Py_CLEAR(self->watched.op);
     gck_uncount_random(self->state, self->random_bytes);
     self->random_bytes = 0;
-    return 0;
+    return gck_owned_clear(op, store_owned);
 }
 
 static void store_dealloc(PyObject *op)
 {
     gck_op_storage *self = (gck_op_storage *)op;
-    PyTypeObject *type = Py_TYPE(op);
 
     PyObject_GC_UnTrack(op);
     store_clear(op);
-    Py_XDECREF((PyObject *)self->policy);
-    Py_XDECREF((PyObject *)self->discrete_rules);
     free(self->calls);
     free(self->counters);
-    PyObject_GC_Del(op);
-    Py_DECREF(type);
+    gck_object_free(op);
 }
 
 PyObject *gck_op_storage_picture(gck_op_storage *store)
@@ -144,9 +137,8 @@ PyObject *gck_op_storage_picture(gck_op_storage *store)
     return status == 0 ? Py_NewRef(store->storage) : NULL;
 }
 
-static PyObject *store_storage(PyObject *op, void *unused)
+static PyObject *store_storage(PyObject *op, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return gck_op_storage_picture((gck_op_storage *)op);
 }
 
@@ -218,15 +210,8 @@ int gck_op_storage_replay_discrete(gck_op_storage *store, int replay_discrete)
 
 Py_ssize_t gck_op_storage_add(gck_op_storage *store, const gck_call *call)
 {
-    if (store->ncalls == store->room) {
-        const Py_ssize_t room = 2 * store->room + 8;
-        gck_recorded_call *calls = realloc(store->calls, (size_t)room * sizeof *calls);
-        if (calls == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        store->calls = calls;
-        store->room = room;
+    if (gck_make_room(&store->calls, store->ncalls, &store->room, sizeof *store->calls) < 0) {
+        return -1;
     }
     store->calls[store->ncalls] = (gck_recorded_call){
         .kind = call->kind,

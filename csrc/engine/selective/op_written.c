@@ -6,6 +6,7 @@
 #include "torch/input.h"
 #include "torch/tensor.h"
 #include "engine/selective/active_storage.h"
+#include "engine/selective/op_hiding.h"
 #include "engine/selective/op_outputs.h"
 
 gck_op_effect gck_op_effect_of(const gck_py *py, PyObject *op)
@@ -47,14 +48,11 @@ static gck_op_output *touched(const gck_state *state, PyObject *entry, const cha
 typedef struct { Py_ssize_t stores, calls; } place;
 static gck_op_output *next_touched(const gck_state *state, const char *data, int64_t nbytes, place *after)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
-    Py_ssize_t number = 0;
+    const gck_active *a = nbytes > 0 ? gck_active_of_thread(state->active) : NULL;
 
-    for (const gck_active *a = state->active; nbytes > 0 && a != NULL; a = a->outer, number++) {
-        if (a->thread != thread || number < after->stores) {
-            continue;
-        }
-        for (Py_ssize_t back = number == after->stores ? after->calls : 0; back < a->store->ncalls; back++) {
+    for (Py_ssize_t number = 0; a != NULL; a = gck_active_of_thread(a->outer), number++) {
+        const Py_ssize_t from = number < after->stores ? a->store->ncalls : number == after->stores ? after->calls : 0;
+        for (Py_ssize_t back = from; back < a->store->ncalls; back++) {
             gck_op_output *kept = touched(state, a->store->calls[a->store->ncalls - 1 - back].entry, data, nbytes);
             if (kept != NULL) {
                 *after = (place){number, back + 1};
@@ -68,29 +66,21 @@ static gck_op_output *next_touched(const gck_state *state, const char *data, int
 /* 1 when an active store of this thread waits for names of outputs. */
 static int has_candidates(const gck_state *state)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
     int found = 0;
 
-    for (const gck_active *a = state->active; a != NULL; a = a->outer) {
-        found |= a->thread == thread && a->store->candidates != NULL;
+    for (const gck_active *a = gck_active_of_thread(state->active); a != NULL; a = gck_active_of_thread(a->outer)) {
+        found |= a->store->candidates != NULL;
     }
     return found;
 }
 
-int gck_is_kept_memory(const gck_state *state, PyObject *x)
+static int is_kept(void *with, PyObject *x)
 {
-    const Py_ssize_t n = gck_items(x);
+    const gck_state *state = with;
     const char *data;
     int64_t nbytes;
     place after = {0, 0};
-    int found = 0;
 
-    for (Py_ssize_t i = 0; found == 0 && i < n; i++) {
-        found = gck_is_kept_memory(state, gck_item(x, i));
-    }
-    if (n > 0) {
-        return found;
-    }
     if (gck_memory_of(&state->py, x, &data, &nbytes) < 0) {
         return -1;
     }
@@ -98,6 +88,8 @@ int gck_is_kept_memory(const gck_state *state, PyObject *x)
     Py_XDECREF((PyObject *)kept);
     return kept != NULL || has_candidates(state);
 }
+
+int gck_is_kept_memory(gck_state *state, PyObject *x) { return gck_each_item(x, is_kept, state); }
 
 /* visit(py, kept, with) for each kept output of this thread's stores in the memory of x.  0 or -1. */
 typedef int touched_visitor(const gck_py *py, gck_op_output *kept, PyObject *with);
@@ -117,12 +109,11 @@ static int each_touched(gck_state *state, PyObject *x, touched_visitor *visit, P
 }
 
 /* Copy a kept output before it is written into.  0 or -1. */
-static int copy(const gck_py *py, gck_op_output *kept, PyObject *unused)
+static int copy(const gck_py *py, gck_op_output *kept, PyObject *Py_UNUSED(unused))
 {
     const int same = kept->copy == NULL ? gck_op_output_unwritten(py, kept) : 1;
     PyObject *made, *old;
 
-    (void)unused;
     kept->written |= same == 0;
     if (same < 0 || kept->copy != NULL || kept->written) {
         return same < 0 ? -1 : 0;
@@ -137,11 +128,11 @@ static int copy(const gck_py *py, gck_op_output *kept, PyObject *unused)
 /* Copy the outputs of this thread's stores that may still get a name.  0 or -1. */
 static int copy_candidates(gck_state *state, PyObject *x)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
+    gck_active *a = gck_active_of_thread(state->active);
     int status = 0;
 
-    for (gck_active *a = state->active; status == 0 && a != NULL; a = a->outer) {
-        if (a->thread == thread && a->store->candidates != NULL) {
+    for (; status == 0 && a != NULL; a = gck_active_of_thread(a->outer)) {
+        if (a->store->candidates != NULL) {
             PyObject *candidates = Py_NewRef(a->store->candidates);
             status = gck_done(PyObject_CallFunction(state->py.call.copy_candidates, "OO", candidates, x));
             Py_DECREF(candidates);
@@ -150,53 +141,64 @@ static int copy_candidates(gck_state *state, PyObject *x)
     return status;
 }
 
-int gck_before_write(gck_state *state, PyObject *x)
+static int prepare(void *with, PyObject *x)
 {
-    const Py_ssize_t n = gck_items(x);
-    int status = 0;
+    return each_touched(with, x, copy, NULL) < 0 ? -1 : copy_candidates(with, x);
+}
 
-    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
-        PyObject *item = PySequence_GetItem(x, i);
-        status = item != NULL ? gck_before_write(state, item) : -1;
-        Py_XDECREF(item);
+int gck_effect_begin(gck_state *state, gck_op_effect effect, PyObject *x)
+{
+    PyObject *modes;
+    int status = gck_is_kept_memory(state, x);
+
+    if (status > 0 && effect == GCK_WRITES && (status = gck_hide_begin(state, &modes)) == 0) {
+        status = gck_each_item(x, prepare, state);
+        status = gck_hide_end(state, modes) < 0 || status < 0 ? -1 : 1;
     }
-    return n > 0 ? status : each_touched(state, x, copy, NULL) == 0 ? copy_candidates(state, x) : -1;
+    return status;
 }
 
 /* Remember a view of a kept output.  0 or -1. */
-static int note_view(const gck_py *py, gck_op_output *kept, PyObject *view)
+typedef struct { const gck_py *py; gck_op_output *kept; } viewed;
+static int note_one(void *with, PyObject *view)
 {
-    const Py_ssize_t n = gck_items(view);
-    PyObject *alias;
-    int status = 0;
+    const viewed *of = with;
+    const int tensor = gck_is_tensor(of->py, view);
+    PyObject *alias = tensor > 0 ? gck_op_output_alias(of->py, view) : NULL;
+    const int status = tensor <= 0 ? tensor : alias != NULL ? gck_op_output_note(of->py, of->kept, alias) : -1;
 
-    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
-        PyObject *item = PySequence_GetItem(view, i);
-        status = item != NULL ? note_view(py, kept, item) : -1;
-        Py_XDECREF(item);
-    }
-    if (n > 0 || gck_is_tensor(py, view) <= 0) {
-        return PyErr_Occurred() ? -1 : status;
-    }
-    alias = gck_op_output_alias(py, view);
-    status = alias != NULL ? gck_op_output_note(py, kept, alias) : -1;
     Py_XDECREF(alias);
     return status;
 }
 
-int gck_after_view(gck_state *state, PyObject *x, PyObject *out) { return each_touched(state, x, note_view, out); }
+static int note_views(const gck_py *py, gck_op_output *kept, PyObject *views)
+{
+    return gck_each_item(views, note_one, &(viewed){py, kept});
+}
+
+int gck_effect_end(gck_state *state, PyObject *x, PyObject *out)
+{
+    PyObject *modes;
+    int status = gck_hide_begin(state, &modes);
+
+    if (status == 0) {
+        status = each_touched(state, x, note_views, out);
+        status = gck_hide_end(state, modes) < 0 ? -1 : status;
+    }
+    return status;
+}
 
 int gck_settle_outputs(gck_op_storage *store)
 {
-    int same = 1;
+    int changed = 0;
 
-    for (Py_ssize_t i = 0; same >= 0 && i < store->ncalls; i++) {
+    for (Py_ssize_t i = 0; changed >= 0 && i < store->ncalls; i++) {
         PyObject *entry = Py_NewRef(store->calls[i].entry);
-        same = gck_op_output_settle(store, entry);
-        if (same == 0) {                         /* it runs again */
+        changed = gck_op_output_settle(store, entry);
+        if (changed > 0) {                       /* it runs again */
             gck_op_storage_keep(store, i, Py_NewRef(store->state->py.recompute_mark));
         }
         Py_DECREF(entry);
     }
-    return same < 0 ? -1 : 0;
+    return changed < 0 ? -1 : 0;
 }

@@ -15,13 +15,13 @@ gck_op_effect gck_op_effect_of(const gck_py *py, PyObject *op);
 
 /* 1 when active stores of this thread keep outputs in the memory of x, a tensor or a list of them, or may
  * still do so; 0; -1. */
-int gck_is_kept_memory(const gck_state *state, PyObject *x);
+int gck_is_kept_memory(gck_state *state, PyObject *x);
 
-/* An operator is about to write into x.  0 or -1. */
-int gck_before_write(gck_state *state, PyObject *x);
-
-/* The tensors in `out` are views of x with version counters of their own.  0 or -1. */
-int gck_after_view(gck_state *state, PyObject *x, PyObject *out);
+/* An operator with this effect is about to run on x, its first argument: 1 when kept outputs lie in
+ * the memory of x; 0; -1.  And afterwards, if it makes views unseen: they are views of x with version counters of their
+ * own.  0 or -1. */
+int gck_effect_begin(gck_state *state, gck_op_effect effect, PyObject *x);
+int gck_effect_end(gck_state *state, PyObject *x, PyObject *out);
 
 /* A run of the store's region is over: settle what is kept.  0 or -1. */
 int gck_settle_outputs(gck_op_storage *store);

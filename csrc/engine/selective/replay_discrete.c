@@ -85,19 +85,16 @@ int gck_replay_discrete_announce(gck_state *state, gck_active *active)
 /* Which discrete outputs the active stores of this thread keep. */
 static int replay_discrete_around(const gck_state *state)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
     int replay_discrete = 0;
 
-    for (const gck_active *a = state->active; a != NULL; a = a->outer) {
-        replay_discrete = a->thread == thread && a->store->replay_discrete > replay_discrete
-            ? a->store->replay_discrete : replay_discrete;
+    for (const gck_active *a = gck_active_of_thread(state->active); a != NULL; a = gck_active_of_thread(a->outer)) {
+        replay_discrete = a->store->replay_discrete > replay_discrete ? a->store->replay_discrete : replay_discrete;
     }
     return replay_discrete;
 }
 
-PyObject *gck_replays_discrete_py(PyObject *module, PyObject *unused)
+PyObject *gck_replays_discrete_py(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyBool_FromLong(replay_discrete_around(gck_state_of(module)) > 0);
 }
 

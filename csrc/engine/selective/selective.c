@@ -200,18 +200,8 @@ int gck_selective_finish(gck_state *state, gck_active *active, int stopped)
     return status;
 }
 
-/* 1 when a fake tensor is among the arguments, also in a list, whose mode has stepped aside to
- * compute a shape. */
-static int fake_among(const gck_py *py, PyObject *args)
-{
-    const Py_ssize_t n = gck_items(args);
-    int found = (PyObject *)Py_TYPE(args) == py->FakeTensor;
-
-    for (Py_ssize_t i = 0; !found && i < n; i++) {
-        found = fake_among(py, gck_item(args, i));
-    }
-    return found;
-}
+/* 1 when x is a fake tensor, whose mode has stepped aside to compute a shape. */
+static int is_fake(void *py, PyObject *x) { return (PyObject *)Py_TYPE(x) == ((gck_py *)py)->FakeTensor; }
 
 /* 1 while this thread compiles something. */
 static int compiling(const gck_py *py)
@@ -270,7 +260,7 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
     while (hit != NULL && (line = gck_op_storage_find(hit->store, &here)) < 0) {
         hit = gck_active_here(hit->outer, thread);
     }
-    const int tracing = hit == NULL ? 0 : fake_among(&state->py, args) || compiling(&state->py) ? 1
+    const int tracing = hit == NULL ? 0 : gck_each_item(args, is_fake, &state->py) || compiling(&state->py) ? 1
                       : gck_tracing(&state->py);
     if (tracing < 0) {
         return NULL;
@@ -333,8 +323,7 @@ PyObject *gck_catch_by_mode(PyObject *module, PyObject *on)
     Py_RETURN_NONE;
 }
 
-PyObject *gck_selective_key(PyObject *module, PyObject *unused)
+PyObject *gck_selective_key(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return Py_NewRef(gck_state_of(module)->py.key);
 }

@@ -13,6 +13,7 @@
 #include "engine/selective/op_calls.h"
 #include "engine/selective/op_hiding.h"
 #include "engine/selective/op_labels.h"
+#include "engine/selective/op_written.h"
 #include "engine/selective/replay_discrete.h"
 #include "engine/selective/selective.h"
 
@@ -174,7 +175,7 @@ static int may_use_key(const gck_context *self)
 }
 
 /* It is in C so that no signal handler runs between the key and the with statement. */
-static PyObject *context_enter(PyObject *op, PyObject *unused)
+static PyObject *context_enter(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     gck_context *self = (gck_context *)op;
     gck_op_storage *store = store_of(self);
@@ -182,7 +183,6 @@ static PyObject *context_enter(PyObject *op, PyObject *unused)
     gck_active *active = NULL;
     PyObject *result = NULL;
 
-    (void)unused;
     self->traced = by_key == 0 ? gck_tracing_modes(&store->state->py) : 0;
     if (by_key < 0 || self->traced < 0
         || (!self->replay && gck_region_replays_discrete(store->state, 0, 0, &store) < 0)) {
@@ -266,42 +266,33 @@ static int context_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
+static const gck_owned context_owned[] = {offsetof(gck_context, store), 0};
+
 static int context_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    Py_VISIT(Py_TYPE(op));
-    Py_VISIT((PyObject *)((gck_context *)op)->store);
-    return 0;
+    return gck_object_visit(op, context_owned, visit, arg);
 }
 
-static int context_clear(PyObject *op)
-{
-    Py_CLEAR(((gck_context *)op)->store);
-    return 0;
-}
+static int context_clear(PyObject *op) { return gck_owned_clear(op, context_owned); }
 
 static void context_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-
     PyObject_GC_UnTrack(op);
     context_clear(op);
-    PyObject_GC_Del(op);
-    Py_DECREF(type);
+    gck_object_free(op);
 }
 
-static PyObject *context_get(PyObject *op, void *unused)
+static PyObject *context_get(PyObject *op, void *Py_UNUSED(unused))
 {
     gck_op_storage *store = ((gck_context *)op)->store;
 
-    (void)unused;
     return store != NULL ? gck_op_storage_picture(store) : Py_NewRef(Py_None);
 }
 
-static int context_set(PyObject *op, PyObject *value, void *unused)
+static int context_set(PyObject *op, PyObject *value, void *Py_UNUSED(unused))
 {
     const gck_op_storage *store = ((gck_context *)op)->store;
 
-    (void)unused;
     if (store == NULL || value != store->storage) {
         PyErr_SetString(PyExc_TypeError,
                         "gradckpt: a selective context has a storage of its own; make new contexts instead");
@@ -310,20 +301,18 @@ static int context_set(PyObject *op, PyObject *value, void *unused)
     return 0;
 }
 
-static PyObject *context_get_shown(PyObject *op, void *unused)
+static PyObject *context_get_shown(PyObject *op, void *Py_UNUSED(unused))
 {
     const gck_op_storage *store = ((gck_context *)op)->store;
 
-    (void)unused;
     return Py_NewRef(store == NULL || store->shown < 0 ? Py_None : store->shown ? Py_True : Py_False);
 }
 
-static int context_set_shown(PyObject *op, PyObject *value, void *unused)
+static int context_set_shown(PyObject *op, PyObject *value, void *Py_UNUSED(unused))
 {
     gck_op_storage *store = ((gck_context *)op)->store;
     const int shown = value == NULL || value == Py_None ? -1 : PyObject_IsTrue(value);
 
-    (void)unused;
     if (store == NULL || PyErr_Occurred()) {
         return PyErr_Occurred() ? -1 : 0;
     }
@@ -369,14 +358,6 @@ gck_op_storage *gck_context_store(const gck_state *state, PyObject *context)
     return context != NULL && PyObject_TypeCheck(context, state->Context) ? ((gck_context *)context)->store : NULL;
 }
 
-/* Name x under a context.  0 or -1. */
-static int name_in_context(PyObject *context, PyObject *x, PyObject *name)
-{
-    const gck_context *self = (gck_context *)context;
-
-    return self->store == NULL || self->replay ? 0 : gck_op_label(self->store, x, name);
-}
-
 /* gradckpt._C.selective_name(x, name, modes): in regions that catch by key, and in our modes among
  * these. */
 PyObject *gck_selective_name(PyObject *module, PyObject *args)
@@ -390,7 +371,8 @@ PyObject *gck_selective_name(PyObject *module, PyObject *args)
     }
     for (Py_ssize_t i = 0; i < PyList_Size(modes); i++) {
         PyObject *mode = PyList_GetItem(modes, i);
-        if (PyObject_TypeCheck(mode, state->Context) && name_in_context(mode, x, name) < 0) {
+        gck_op_storage *store = gck_context_store(state, mode);
+        if (store != NULL && !((gck_context *)mode)->replay && gck_op_label(store, x, name) < 0) {
             return NULL;
         }
     }
