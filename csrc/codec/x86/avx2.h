@@ -8,7 +8,6 @@
 #include <immintrin.h>
 
 #include "codec/format/group.h"
-#include "codec/portable/kernels_portable.h"
 #include "codec/x86/kernels_avx2.h"
 
 /* Every argument of type gck_format or gck_dtype below is a compile-time constant.  Without
@@ -27,21 +26,12 @@ enum { BATCH = 8 };
 /* The lower half of the sum with this holds an integer, rounded to nearest even. */
 #define ROUNDER 0x1.8p23f
 
-/* Two copies of a loop, so that it does not test at every store. */
-#define STREAMED(loop, to, ...)                                                                     \
-    if (can_stream(to, streaming)) {                                                                \
-        loop(__VA_ARGS__, 1);                                                                       \
-        _mm_sfence();                                                                               \
-    } else {                                                                                        \
-        loop(__VA_ARGS__, 0);                                                                       \
-    }
-
 /* ---- memory ---- */
-
-INLINE size_t group_nbytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) * (size_t)GCK_GROUP; }
 
 /* Non-temporal stores fault unless aligned, and callers guarantee less than that. */
 INLINE int can_stream(const void *p, int streaming) { return streaming && ((uintptr_t)p & 31) == 0; }
+
+#include "codec/x86/common_x86.h"
 
 INLINE void store(void *p, __m256i v, int stream)
 {
@@ -224,25 +214,14 @@ INLINE int odd_groups(__m256i amax, uint32_t top)
 /* The parameters without `odd`. */
 INLINE batch_steps steps_of_batch(gck_format format, int noisy, __m256i amax)
 {
-    const int fp8 = format == GCK_E4M3 || format == GCK_E5M2;
-    const float unit = format == GCK_E5M2 ? 0x1p-40f : gck_is_rotated(format) ? 0x1p-25f : 0x1p-32f;
-    const uint32_t below = (1u << gck_dropped_bits(format, 0)) - 1u;
-    const __m256i t = _mm256_castps_si256(_mm256_mul_ps(_mm256_castsi256_ps(amax),
-                                                        _mm256_set1_ps(gck_step_factor(format, 0, noisy))));
-    const __m256i carry = fp8 && !noisy
-        ? _mm256_add_epi32(_mm256_set1_epi32(0x7FFF), _mm256_and_si256(_mm256_srli_epi32(t, 16), _mm256_set1_epi32(1)))
-        : _mm256_set1_epi32((int)below);
-    const __m256i rounded = _mm256_and_si256(_mm256_add_epi32(t, carry), _mm256_set1_epi32((int)~below));
-    const __m256i stored = _mm256_srli_epi32(rounded, 16);
-    const __m256 step = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(stored, 16)), _mm256_set1_ps(unit));
-    const __m256 inverse = _mm256_div_ps(_mm256_set1_ps(1.f), step);
-    const __m256i packed = _mm256_packus_epi32(stored, stored);
-    batch_steps s;
+    _Alignas(32) uint32_t of[BATCH], stored[BATCH];
+    batch_steps s = {.odd = 0};
 
-    _mm256_store_ps(s.multiplier, fp8 ? _mm256_mul_ps(inverse, _mm256_set1_ps(gck_fp8_shift(format))) : inverse);
-    _mm_store_si128((__m128i *)s.stored, _mm_unpacklo_epi64(_mm256_castsi256_si128(packed),
-                                                            _mm256_extracti128_si256(packed, 1)));
-    s.odd = 0;
+    _mm256_store_si256((__m256i *)of, amax);
+    steps_of(format, noisy, of, BATCH, stored, s.multiplier);
+    for (int j = 0; j < BATCH; j++) {
+        s.stored[j] = (uint16_t)stored[j];
+    }
     return s;
 }
 
@@ -313,44 +292,24 @@ INLINE void store16(char *group, gck_dtype dtype, int k, v16 v, __m256i flip, st
     store(group + 32 * k, _mm256_xor_si256(w, flip), stream);
 }
 
-/* ---- odd groups ---- */
+/* ---- vectors, for templates ---- */
 
-INLINE int all_zero(const void *p, size_t nbytes, __m256i mask)
-{
-    __m256i any = _mm256_setzero_si256();
+typedef __m256i vec;
 
-    for (size_t at = 0; at < nbytes; at += 32) {
-        any = _mm256_or_si256(any, _mm256_loadu_si256((const __m256i *)((const char *)p + at)));
-    }
-    return _mm256_testz_si256(any, mask);
-}
+INLINE vec v_load(const void *p) { return _mm256_loadu_si256(p); }
+INLINE void v_store(void *p, vec v, int stream) { store(p, v, stream); }
 
-/* Encode group `index` of its tensor by the reference; dither: NULL rounds to nearest.  Zeros,
- * which padding and masks produce often, must not cost that much. */
-static __attribute__((noinline, cold, unused)) void
-encode_odd(gck_format format, gck_dtype dtype, const char *group, int64_t index, const gck_dither *dither,
-           uint8_t *codes, uint16_t *side)
-{
-    if (all_zero(group, group_nbytes(dtype), _mm256_set1_epi32(dtype == GCK_F32 ? 0x7FFFFFFF : 0x7FFF7FFF))) {
-        memset(codes, 0, gck_code_bytes(format));
-        memset(side, 0, 2 * gck_side_words(format));
-    } else if (dither != NULL) {
-        gck_kernels_portable.encode_noisy[format][dtype](group, 1, codes, side, dither, index);
-    } else {
-        gck_kernels_portable.encode[format][dtype](group, 1, codes, side, index, 0);
-    }
-}
+/* Constants are made once: see kept(). */
+INLINE vec v_kept(uint32_t word) { return kept(word); }
+INLINE vec v_all32(uint32_t word) { return _mm256_set1_epi32((int)word); }
+INLINE vec v_all16(uint32_t word) { return _mm256_set1_epi16((short)word); }
 
-static __attribute__((noinline, cold, unused)) void
-decode_odd(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side, int64_t index, char *group)
-{
-    gck_kernels_portable.decode[format][dtype](codes, side, 1, group, index, 0);
-}
+INLINE vec v_and(vec a, vec b) { return _mm256_and_si256(a, b); }
 
-/* 1 for a group of zeros as encode_odd() writes it, which is as fast as an ordinary one. */
-INLINE int is_zero_group(gck_format format, const uint8_t *codes, uint32_t stored)
-{
-    return stored == 0 && all_zero(codes, gck_code_bytes(format), _mm256_set1_epi32(-1));
-}
+/* By words: of 32 bits for float32, else of 16. */
+INLINE vec v_add(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm256_add_epi32(a, b) : _mm256_add_epi16(a, b); }
+INLINE vec v_max(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm256_max_epu32(a, b) : _mm256_max_epu16(a, b); }
+INLINE vec v_shl(vec a, int n, gck_dtype d) { return d == GCK_F32 ? _mm256_slli_epi32(a, n) : _mm256_slli_epi16(a, n); }
+INLINE vec v_shr(vec a, int n, gck_dtype d) { return d == GCK_F32 ? _mm256_srli_epi32(a, n) : _mm256_srli_epi16(a, n); }
 
 #endif
