@@ -63,18 +63,23 @@ uint64_t gck_nonzeros_of(const void *values, gck_dtype dtype, int unsigned_zeros
 
 int64_t gck_count_words(const void *values, int64_t count, gck_dtype dtype, int unsigned_zeros)
 {
-    const uint32_t mask = dtype == GCK_F32 ? unsigned_zeros ? 0x7FFFFFFFu : ~0u : unsigned_zeros ? 0x7FFFu : 0xFFFFu;
-    const uint16_t mask16 = (uint16_t)mask;
-    uint32_t words = 0;
-    uint16_t halves = 0;                                       /* up to 4096 */
+    const uint32_t *words = values, mask = unsigned_zeros ? 0x7FFFFFFFu : ~0u;
+    const uint16_t *halves = values, half_mask = unsigned_zeros ? 0x7FFFu : 0xFFFFu;
+    uint32_t zeros = 0;
+    uint16_t half_zeros = 0;                                   /* up to 4096: in lanes of 16 bits */
 
-    for (int i = 0; i < count && dtype == GCK_F32; i++) {
-        words += (((const uint32_t *)values)[i] & mask) != 0;
+    if (dtype == GCK_F32) {
+#pragma GCC unroll 8
+        for (int i = 0; i < count; i++) {
+            zeros += (words[i] & mask) == 0;
+        }
+        return count - zeros;
     }
-    for (int i = 0; i < count && dtype != GCK_F32; i++) {
-        halves = (uint16_t)(halves + ((((const uint16_t *)values)[i] & mask16) != 0));
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) {
+        half_zeros = (uint16_t)(half_zeros + ((halves[i] & half_mask) == 0));
     }
-    return words + halves;
+    return count - half_zeros;
 }
 
 /* ---- kernels ---- */

@@ -311,12 +311,23 @@ typedef struct {
  * bound: their bits are larger than those of any ordinary value. */
 INLINE void tile_scales(tile *t, gck_format format, gck_dtype dtype, int noisy)
 {
+    const int fp8 = format == GCK_E4M3 || format == GCK_E5M2;
     const uint32_t low = gck_bits(GCK_TINY);
-    const uint32_t end = gck_is_fp8(format) ? gck_bits(GCK_LARGE) : gck_limit(dtype) + 1u;
+    const uint32_t end = fp8 ? gck_bits(GCK_LARGE) : gck_limit(dtype) + 1u;
     const __m512i amax = _mm512_loadu_si512(t->amax);
+    const __m512i u = _mm512_castps_si512(
+        _mm512_mul_ps(_mm512_castsi512_ps(amax), _mm512_set1_ps(gck_step_factor(format, 0, noisy))));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), all32(1));
+    const __m512i up = fp8 && !noisy ? _mm512_add_epi32(all32(0x7FFFu), odd) : all32(0xFFFFu);
+    const __m512i stored = _mm512_srli_epi32(_mm512_add_epi32(u, up), 16);
+    const __m512 step = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(stored, 16)),
+                                      _mm512_set1_ps(format == GCK_E5M2 ? 0x1p-40f : 0x1p-32f));
+    const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.f), step);
+    const __m512 m = fp8 ? _mm512_mul_ps(inverse, _mm512_set1_ps(gck_fp8_shift(format))) : inverse;
 
     t->ordinary = _mm512_cmplt_epu32_mask(_mm512_add_epi32(amax, all32(0u - low)), all32(end - low));
-    steps_of(format, noisy, t->amax, TILE, t->stored, t->multiplier);
+    _mm512_storeu_si512(t->stored, stored);
+    _mm512_storeu_si512(t->multiplier, _mm512_castps_si512(m));
 }
 
 /* ---- vectors, for templates ---- */

@@ -25,7 +25,7 @@ INLINE int narrow(gck_dtype dtype, gck_narrow *reference, const float *x, int64_
 
     for (; i + AT_A_TIME <= n; i += AT_A_TIME) {
         vec v[AT_A_TIME / WORDS], most = v_all32(0);
-        ask_ahead(x + i, sizeof v);
+        prefetch(x + i, sizeof v, NEXT_PAGE);
         for (int k = 0; k < AT_A_TIME / WORDS; k++) {
             v[k] = v_load(x + i + WORDS * k);
             most = v_max(most, v_and(v[k], abs), GCK_F32);
@@ -92,8 +92,8 @@ INLINE void unpack(const uint8_t *from, int64_t ngroups, uint8_t *x, int stream)
 {
     const vec one = v_kept(0x01010101u);
 
-    for (int64_t i = 0; i < ngroups * GCK_GROUP; i += (int)sizeof(vec)) {
-        v_store(x + i, v_bools(from + i / 8, one), stream);
+    for (const uint8_t *end = from + ngroups * (GCK_GROUP / 8); from < end; from += sizeof(vec) / 8, x += sizeof(vec)) {
+        v_store(x, v_bools(from, one), stream);
     }
 }
 

@@ -1,5 +1,5 @@
-/* common_x86.h: what the kernels of all instruction sets share: their loops, prefetching, steps, and groups that are
- * not ordinary.
+/* common_x86.h: what the kernels of all instruction sets share: their loops, prefetching, and groups that are not
+ * ordinary.
  *
  * The includer has defined INLINE and can_stream().  Loops are plain C: the compiler makes vectors of them. */
 #ifndef GRADCKPT_COMMON_X86_H
@@ -19,28 +19,22 @@
         loop(__VA_ARGS__, 0);                                                                       \
     }
 
-/* Prefetch the nbytes that lie 4 KiB beyond p.  One core then reads memory a fifth faster, because
- * the CPU's own prefetcher stops at every page (measured on Zen 3; 2 to 16 KiB perform alike). */
-INLINE void ask_ahead(const void *p, size_t nbytes)
+/* What is read once is prefetched a page ahead.  One core then reads memory a fifth faster, because the CPU's
+ * own prefetcher stops at every page (measured on Zen 3; 2 to 16 KiB perform alike). */
+enum { NEXT_PAGE = 4096 };
+
+/* Prefetch the nbytes that lie `ahead` bytes beyond p. */
+INLINE void prefetch(const void *p, size_t nbytes, size_t ahead)
 {
     for (size_t at = 0; at < nbytes; at += 64) {
         /* An integer: the address may lie beyond the tensor, where a pointer may not. */
-        __builtin_prefetch((const void *)((uintptr_t)p + 4096 + at));
+        __builtin_prefetch((const void *)((uintptr_t)p + ahead + at));
     }
 }
 
 INLINE size_t group_nbytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) * (size_t)GCK_GROUP; }
 
 /* ---- groups ---- */
-
-/* gck_stored() and gck_multiplier() of n ordinary amax, given as float32 bits. */
-INLINE void steps_of(gck_format format, int noisy, const uint32_t *amax, int n, uint32_t *stored, float *multiplier)
-{
-    for (int j = 0; j < n; j++) {
-        stored[j] = gck_stored(format, 0, noisy, gck_float(amax[j]));
-        multiplier[j] = gck_multiplier(format, 0, stored[j]);
-    }
-}
 
 /* 1 when a nonzero bfloat16 is below `normal` in magnitude: its code may be a subnormal. */
 static __attribute__((noinline, unused)) int any_subnormal(const uint16_t *x, uint32_t normal)
@@ -90,7 +84,7 @@ INLINE int all_zero(const void *p, size_t nbytes, uint64_t mask)
 }
 
 /* The vectors decode it as ordinary ones. */
-INLINE int is_zero_group(gck_format format, const uint8_t *codes, uint32_t stored)
+static __attribute__((noinline, unused)) int is_zero_group(gck_format format, const uint8_t *codes, uint32_t stored)
 {
     return stored == 0 && all_zero(codes, gck_code_bytes(format), ~(uint64_t)0);
 }

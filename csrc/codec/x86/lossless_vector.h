@@ -177,7 +177,7 @@ INLINE int encode_blocks(gck_dtype dtype, const char *x, int64_t ngroups, gck_lo
 
         /* One group ahead, so that no instruction waits for its base. */
         next = range_of(x + (g + 1 < ngroups ? stride : 0), dtype);
-        ask_ahead(x, stride);
+        prefetch(x, stride, NEXT_PAGE);
         if (g % GCK_BLOCK_GROUPS == 0) {
             memset(to.arenas + g / GCK_BLOCK_GROUPS * GCK_ARENA, 0, GCK_ARENA);
             used = 0;
