@@ -11,7 +11,7 @@ enum { LEAST_CAPABILITY = 75, MOST_CARDS = 64, LENGTH = 512 };
 #define RUN_BEFORE "run the region once before the capture"
 
 /* What to do about an error.  Numbers, because older toolkits do not have all of the names. */
-static const struct { int status; const char *advice; } advices[] = {
+static const struct { int status; const char *advice; } hints[] = {
     {35 /* InsufficientDriver */, UPDATE}, {222 /* UnsupportedPtxVersion */, UPDATE},
     {803 /* SystemDriverMismatch */, UPDATE}, {804 /* CompatNotSupportedOnDevice */, UPDATE},
     {100 /* NoDevice */, "check nvidia-smi and CUDA_VISIBLE_DEVICES"},
@@ -66,7 +66,7 @@ static void advise(int status, char *advice, size_t size)
     char capabilities[LENGTH / 4];
 
     advice[0] = '\0';
-    for (const auto &one : advices) {
+    for (const auto &one : hints) {
         if (one.status == status) {
             snprintf(advice, size, "; %s", one.advice);
         }
