@@ -112,41 +112,30 @@ static void set_control(fp_control control) { (void)control; }
 
 #endif
 
-static fp_control enter_ieee(void)
-{
-    const fp_control saved = get_control();
-
-    set_control(IEEE);
-    return saved;
-}
-
 typedef struct {
     const gck_codec  *codec;
     const gck_tensor *tensor;
     gck_bytes         payload;                /* only read when decoding       */
     const gck_how    *how;
-    _Atomic int      *status;                 /* parts that fail store the same status */
+    _Atomic int      *status;                 /* when encoding: parts that fail store the same status; else NULL */
     _Atomic int64_t  *values;                 /* when counting                 */
 } work;
 
-static void encode_part(int64_t first, int64_t last, void *ctx)
+static void move_part(int64_t first, int64_t last, void *ctx)
 {
     const work *w = ctx;
-    const fp_control saved = enter_ieee();
+    const fp_control saved = get_control();
+    int status = GCK_OK;
 
-    const int status = w->codec->encode_host(w->tensor, w->payload, w->how, first, last);
+    set_control(IEEE);
+    if (w->status == NULL) {
+        w->codec->decode_host(w->payload, w->tensor, first, last);
+    } else {
+        status = w->codec->encode_host(w->tensor, w->payload, w->how, first, last);
+    }
     if (status != GCK_OK) {
         atomic_store(w->status, status);
     }
-    set_control(saved);
-}
-
-static void decode_part(int64_t first, int64_t last, void *ctx)
-{
-    const work *w = ctx;
-    const fp_control saved = enter_ieee();
-
-    w->codec->decode_host(w->payload, w->tensor, first, last);
     set_control(saved);
 }
 
@@ -169,65 +158,48 @@ static void run(const work *w, gck_body *body, gck_parallel_for *parallel)
     }
 }
 
-int64_t gck_count(const gck_codec *codec, const gck_tensor *x, gck_parallel_for *parallel)
+/* payload: one whose values begin with their numbers, which are written; or none. */
+static int64_t count_all(const gck_codec *codec, const gck_tensor *x, gck_bytes payload, gck_parallel_for *parallel)
 {
     _Atomic int64_t values = 0;
-    const work w = {codec, x, {NULL, NULL}, NULL, NULL, &values};
+    const work w = {codec, x, payload, NULL, NULL, &values};
 
-    if (codec->counted->worth != NULL && !codec->counted->worth(x)) {
-        return -1;
-    }
     run(&w, count_part, parallel);
     return values;
 }
 
-/* A payload smaller than the largest begins with the numbers of its values. */
-static int count_into(const gck_codec *codec, const gck_tensor *x, gck_bytes to, gck_parallel_for *parallel)
+int64_t gck_count(const gck_codec *codec, const gck_tensor *x, gck_parallel_for *parallel)
 {
-    _Atomic int64_t values = 0;
-    const work w = {codec, x, to, NULL, NULL, &values};
-
-    run(&w, count_part, parallel);
-    return codec->counted->place(x, to.codes);
+    return codec->counted->worth != NULL && !codec->counted->worth(x)
+        ? -1 : count_all(codec, x, (gck_bytes){NULL, NULL}, parallel);
 }
 
-/* One tensor in host memory. */
-static int encode_here(const gck_codec *codec, const gck_tensor *x, gck_bytes to, const gck_how *how,
-                       gck_parallel_for *parallel)
+/* One tensor in host memory.  A payload smaller than the largest begins with the numbers of its values. */
+static int move_here(const gck_codec *codec, const gck_tensor *x, gck_bytes payload, const gck_how *how, int encode,
+                     gck_parallel_for *parallel)
 {
     _Atomic int status = GCK_OK;
-    const work w = {codec, x, to, how, &status, NULL};
+    const work w = {codec, x, payload, how, encode ? &status : NULL, NULL};
 
-    if (codec->counted != NULL && (codec->counted->always || gck_is_smaller(codec, x))
-        && (status = count_into(codec, x, to, parallel)) != GCK_OK) {
-        return status;
+    if (encode && codec->counted != NULL && (codec->counted->always || gck_is_smaller(codec, x))) {
+        count_all(codec, x, payload, parallel);
+        status = codec->counted->place(x, payload.codes);
     }
-    run(&w, encode_part, parallel);
+    if (status == GCK_OK) {
+        run(&w, move_part, parallel);
+    }
     return status;
 }
 
-static int decode_here(const gck_codec *codec, gck_bytes from, const gck_tensor *out, gck_parallel_for *parallel)
-{
-    const work w = {codec, out, from, NULL, NULL, NULL};
-
-    run(&w, decode_part, parallel);
-    return GCK_OK;
-}
-
 /* n tensors of one device and stream. */
-static int encode_there(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
+static int move_there(const gck_codec *codec, const gck_tensor *x, const gck_bytes *payloads, const gck_how *how,
+                      int encode, int n)
 {
     const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(x->device));
-    const int status = kind != NULL ? gck_overflow_listen(x, how, n) : GCK_E_DEVICE;
+    const int status = kind == NULL ? GCK_E_DEVICE : encode ? gck_overflow_listen(x, how, n) : GCK_OK;
 
-    return status == GCK_OK ? kind->encode(codec, x, to, how, n) : status;
-}
-
-static int decode_there(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n)
-{
-    const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(out->device));
-
-    return kind != NULL ? kind->decode(codec, from, out, n) : GCK_E_DEVICE;
+    return status != GCK_OK ? status
+        : encode ? kind->encode(codec, x, payloads, how, n) : kind->decode(codec, payloads, x, n);
 }
 
 /* How many tensors, from the first on, the device can process together. */
@@ -241,20 +213,29 @@ static int neighbours(const gck_tensor *x, int n)
     return count;
 }
 
-static int check(const gck_codec *codec, const gck_tensor *x, const gck_how *how)
-{
-    if (!(codec->dtypes & GCK_BIT(x->dtype))) {
-        return GCK_E_DTYPE;
-    }
-    return how != NULL && how->dither != NULL && !codec->stochastic ? GCK_E_DITHER : GCK_OK;
-}
-
 static int check_all(const gck_codec *codec, const gck_tensor *x, const gck_how *how, int n)
 {
     int status = GCK_OK;
 
     for (int i = 0; i < n && status == GCK_OK; i++) {
-        status = check(codec, x + i, how != NULL ? how + i : NULL);
+        status = !(codec->dtypes & GCK_BIT(x[i].dtype)) ? GCK_E_DTYPE
+            : how != NULL && how[i].dither != NULL && !codec->stochastic ? GCK_E_DITHER : GCK_OK;
+    }
+    return status;
+}
+
+static int move_many(const gck_codec *codec, const gck_tensor *x, const gck_bytes *payloads, const gck_how *how,
+                     int encode, int n, gck_parallel_for *parallel)
+{
+    int status = check_all(codec, x, how, n);
+
+    for (int i = 0, count = 1; i < n && status == GCK_OK; i += count) {
+        const gck_how *hows = how != NULL ? how + i : NULL;
+        count = x[i].device < 0 || x[i].numel == 0 ? 1 : neighbours(x + i, n - i);
+        if (x[i].numel != 0) {
+            status = x[i].device < 0 ? move_here(codec, x + i, payloads[i], hows, encode, parallel)
+                                     : move_there(codec, x + i, payloads + i, hows, encode, count);
+        }
     }
     return status;
 }
@@ -262,42 +243,13 @@ static int check_all(const gck_codec *codec, const gck_tensor *x, const gck_how 
 int gck_encode_many(const gck_codec *codec, const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n,
                     gck_parallel_for *parallel)
 {
-    int status = check_all(codec, x, how, n);
-
-    for (int i = 0, count; i < n && status == GCK_OK; i += count) {
-        const gck_how *hows = how != NULL ? how + i : NULL;
-        count = 1;
-        if (x[i].numel == 0) {
-            continue;
-        }
-        if (x[i].device < 0) {
-            status = encode_here(codec, x + i, to[i], hows, parallel);
-            continue;
-        }
-        count = neighbours(x + i, n - i);
-        status = encode_there(codec, x + i, to + i, hows, count);
-    }
-    return status;
+    return move_many(codec, x, to, how, 1, n, parallel);
 }
 
 int gck_decode_many(const gck_codec *codec, const gck_bytes *from, const gck_tensor *out, int n,
                     gck_parallel_for *parallel)
 {
-    int status = check_all(codec, out, NULL, n);
-
-    for (int i = 0, count; i < n && status == GCK_OK; i += count) {
-        count = 1;
-        if (out[i].numel == 0) {
-            continue;
-        }
-        if (out[i].device < 0) {
-            status = decode_here(codec, from[i], out + i, parallel);
-            continue;
-        }
-        count = neighbours(out + i, n - i);
-        status = decode_there(codec, from + i, out + i, count);
-    }
-    return status;
+    return move_many(codec, out, from, NULL, 0, n, parallel);
 }
 
 int gck_encode(const gck_codec *codec, const gck_tensor *x, gck_bytes to, const gck_how *how,
@@ -313,15 +265,17 @@ int gck_decode(const gck_codec *codec, gck_bytes from, const gck_tensor *out, gc
 
 const char *gck_status_text(int status)
 {
-    switch (status) {
-    case GCK_OK:       return "no error";
-    case GCK_E_DTYPE:  return "this codec does not take this dtype";
-    case GCK_E_DEVICE: return "this build of gradckpt has no kernel for this device";
-    case GCK_E_DRIVER: return "the CUDA driver is older than the CUDA runtime built into gradckpt";
-    case GCK_E_OVERFLOW:    return "it cannot hold these values";
-    case GCK_E_DITHER: return "this codec never rounds, so there is no stochastic rounding";
-    case GCK_E_RANGE:  return "a number is too large or negative";
-    case GCK_E_MEMORY: return "out of memory";
-    default:           return status > 0 ? gck_cuda_error(status) : "unknown status";
-    }
+    static const char *const texts[] = {
+        [GCK_OK] = "no error",
+        [-GCK_E_DTYPE] = "this codec does not take this dtype",
+        [-GCK_E_DEVICE] = "this build of gradckpt has no kernel for this device",
+        [-GCK_E_DRIVER] = "the CUDA driver is older than the CUDA runtime built into gradckpt",
+        [-GCK_E_OVERFLOW] = "it cannot hold these values",
+        [-GCK_E_DITHER] = "this codec never rounds, so there is no stochastic rounding",
+        [-GCK_E_RANGE] = "a number is too large or negative",
+        [-GCK_E_MEMORY] = "out of memory",
+    };
+
+    return status > 0 ? gck_cuda_error(status)
+        : status > -(int)(sizeof texts / sizeof texts[0]) ? texts[-status] : "unknown status";
 }

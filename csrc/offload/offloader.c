@@ -386,10 +386,9 @@ int gck_offloaded_is_near(const gck_offloaded *b)
 {
     gck_offloader *o = b->offloader;
 
-    if (o->store->process != getpid()) {
+    if (!gck_store_lock(o->store)) {
         return 0;
     }
-    lock(o);
     const int near = b->ring >= 0 && !b->copied;
     unlock(o, 0);
     return near;
@@ -401,10 +400,9 @@ void gck_offloaded_drop(gck_offloaded *b)
 {
     gck_offloader *o = b->offloader;
 
-    if (o->store->process != getpid()) {
+    if (!gck_store_lock(o->store)) {
         return;
     }
-    lock(o);
     b->dropped = 1;
     if (b->readers == 0) {
         free_bytes(b);
@@ -414,10 +412,9 @@ void gck_offloaded_drop(gck_offloaded *b)
 
 void gck_offloader_free(gck_offloader *o)
 {
-    if (o->store->process != getpid()) {
+    if (!gck_store_lock(o->store)) {
         return;
     }
-    lock(o);
     if (o->on.graph != 0) {
         gck_graph_clear(o);                      /* the store has nothing of it that others could wait for */
     } else {
@@ -437,10 +434,9 @@ void gck_offloader_free(gck_offloader *o)
 
 int gck_offloader_is_over(gck_offloader *o)
 {
-    if (o->store->process != getpid()) {
+    if (!gck_store_lock(o->store)) {
         return 0;
     }
-    lock(o);
     return unlock(o, o->on.graph != 0 && o->alive == 0 && o->oldest == NULL);
 }
 

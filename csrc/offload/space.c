@@ -4,10 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Room for the ranges that giving everything back can make.  0 or -1. */
+/* Room for the ranges that giving everything back can make, after one more call.  0 or -1. */
 static int reserve(gck_space *space)
 {
-    const int64_t wanted = space->added + space->taken + 1;
+    const int64_t wanted = space->added + space->taken + 2;
     gck_range *free_ranges;
 
     if (wanted <= space->room) {
@@ -68,25 +68,20 @@ static void add(gck_space *space, int64_t offset, int64_t nbytes)
 
 int gck_space_add(gck_space *space, int64_t offset, int64_t nbytes)
 {
-    space->added++;
     if (reserve(space) < 0) {
-        space->added--;
         return -1;
     }
+    space->added++;
     add(space, offset, nbytes);
     space->size = offset + nbytes > space->size ? offset + nbytes : space->size;
     return 0;
 }
 
-int gck_space_grow(gck_space *space, int64_t nbytes) { return gck_space_add(space, space->size, nbytes); }
-
 int64_t gck_space_take(gck_space *space, int64_t nbytes)
 {
     int64_t best = -1, offset;
 
-    space->taken++;
     if (reserve(space) < 0) {
-        space->taken--;
         return -1;
     }
     for (int64_t i = 0; i < space->n; i++) {
@@ -95,9 +90,9 @@ int64_t gck_space_take(gck_space *space, int64_t nbytes)
         }
     }
     if (best < 0) {
-        space->taken--;
         return -1;
     }
+    space->taken++;
     offset = space->free[best].offset;
     space->free[best].offset += nbytes;
     space->free[best].size -= nbytes;
@@ -111,7 +106,7 @@ int64_t gck_space_take(gck_space *space, int64_t nbytes)
 int64_t gck_space_take_more(gck_space *space, int64_t nbytes, int64_t more)
 {
     const int64_t offset = gck_space_take(space, nbytes);
-    return offset >= 0 || gck_space_grow(space, nbytes > more ? nbytes : more) < 0 ? offset
+    return offset >= 0 || gck_space_add(space, space->size, nbytes > more ? nbytes : more) < 0 ? offset
          : gck_space_take(space, nbytes);
 }
 

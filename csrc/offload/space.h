@@ -19,9 +19,6 @@ typedef struct {
 /* Make it larger: bytes from here on, which it does not have yet.  0, or -1: no memory. */
 int gck_space_add(gck_space *space, int64_t offset, int64_t nbytes);
 
-/* The same, at its end. */
-int gck_space_grow(gck_space *space, int64_t nbytes);
-
 /* Take a part: its offset, in the smallest range that holds it; -1: none does, or there is no memory. */
 int64_t gck_space_take(gck_space *space, int64_t nbytes);
 

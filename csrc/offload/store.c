@@ -27,10 +27,9 @@ static void unpin(gck_byte_store *store)
 
 void gck_byte_store_free(gck_byte_store *store)
 {
-    if (store->process != getpid()) {            /* its lock may be held for ever */
+    if (!gck_store_lock(store)) {
         return;
     }
-    pthread_mutex_lock(&store->lock);
     store->ending = 1;
     pthread_cond_broadcast(&store->work);
     pthread_mutex_unlock(&store->lock);
@@ -175,10 +174,9 @@ int gck_byte_store_reserve(gck_byte_store *store, int64_t nbytes, gck_byte_store
     int status;
 
     *item = NULL;
-    if (store->process != getpid()) {
+    if (!gck_store_lock(store)) {
         return GCK_STORE_FORKED;
     }
-    pthread_mutex_lock(&store->lock);
     status = gck_store_reserve(store, nbytes, NULL, 0, item);
     pthread_mutex_unlock(&store->lock);
     return status;
@@ -284,10 +282,9 @@ int gck_byte_store_hold(gck_byte_store_item *item)
     gck_byte_store *store = item->store;
     int status;
 
-    if (store->process != getpid()) {
+    if (!gck_store_lock(store)) {
         return GCK_STORE_FORKED;
     }
-    pthread_mutex_lock(&store->lock);
     status = gck_store_hold(item, 1);
     pthread_mutex_unlock(&store->lock);
     return status;
@@ -307,10 +304,9 @@ int gck_byte_store_is_near(const gck_byte_store_item *item)
     gck_byte_store *store = item->store;
     int near;
 
-    if (store->process != getpid()) {
+    if (!gck_store_lock(store)) {
         return 0;
     }
-    pthread_mutex_lock(&store->lock);
     near = item->at == GCK_HERE || item->at == GCK_WRITING || item->at == GCK_COPIED;
     pthread_mutex_unlock(&store->lock);
     return near;
@@ -333,10 +329,9 @@ void gck_byte_store_drop(gck_byte_store_item *item)
 {
     gck_byte_store *store = item->store;
 
-    if (store->process != getpid()) {
+    if (!gck_store_lock(store)) {
         return;
     }
-    pthread_mutex_lock(&store->lock);
     gck_store_drop(item);
     pthread_mutex_unlock(&store->lock);
 }
@@ -354,11 +349,10 @@ int gck_byte_store_was_refused_pins(gck_byte_store *store)
 
 void gck_byte_store_read_figures(gck_byte_store *store, int restart, gck_byte_store_figures *figures)
 {
-    if (store->process != getpid()) {
+    if (!gck_store_lock(store)) {
         *figures = (gck_byte_store_figures){.memory = store->figures.memory};
         return;
     }
-    pthread_mutex_lock(&store->lock);
     gck_store_poll(store);
     gck_ranges_poll(&store->ranges);
     *figures = store->figures;

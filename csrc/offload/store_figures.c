@@ -7,19 +7,21 @@
 
 const char *gck_byte_store_text(int status)
 {
-    switch (status) {
-    case GCK_FILE_IN_MEMORY: return "the directory is in memory (tmpfs)";
-    case GCK_FILE_MISALIGNED: return "a misaligned request";
-    case GCK_FILE_SHORT: return "the file ended too early";
-    case GCK_STORE_LARGE: return "larger than host_budget";
-    case GCK_STORE_FULL: return "no room is left";
-    case GCK_STORE_NO_MEMORY: return "out of memory";
-    case GCK_FILE_CHANGED: return "the file gave other bytes than were written";
-    case GCK_STORE_FORKED: return "this process was forked from the one that made the store";
-    case GCK_STORE_BUSY: return "it is being read";
-    case GCK_STORE_RING: return "the ring has no room";
-    case GCK_STORE_PAGEABLE: return "the system refuses to pin host memory, which a captured graph needs";
-    case GCK_STORE_DEVICE: return "the device refused";
-    default: return status > 0 ? strerror(status) : "an unknown error";
-    }
+    static const char *const texts[] = {
+        [-GCK_FILE_IN_MEMORY] = "the directory is in memory (tmpfs)",
+        [-GCK_FILE_MISALIGNED] = "a misaligned request",
+        [-GCK_FILE_SHORT] = "the file ended too early",
+        [-GCK_FILE_CHANGED] = "the file gave other bytes than were written",
+        [-GCK_STORE_LARGE] = "larger than host_budget",
+        [-GCK_STORE_FULL] = "no room is left",
+        [-GCK_STORE_NO_MEMORY] = "out of memory",
+        [-GCK_STORE_BUSY] = "it is being read",
+        [-GCK_STORE_FORKED] = "this process was forked from the one that made the store",
+        [-GCK_STORE_DEVICE] = "the device refused",
+        [-GCK_STORE_RING] = "the ring has no room",
+        [-GCK_STORE_PAGEABLE] = "the system refuses to pin host memory, which a captured graph needs",
+    };
+    const char *text = status <= 0 && status > -(int)(sizeof texts / sizeof texts[0]) ? texts[-status] : NULL;
+
+    return text != NULL ? text : status > 0 ? strerror(status) : "an unknown error";
 }

@@ -82,6 +82,12 @@ struct gck_byte_store {
     gck_byte_store_figures figures;
 };
 
+/* Take the lock.  1, or 0 in a child of the process that made it, where it may be held for ever. */
+static inline int gck_store_lock(gck_byte_store *store)
+{
+    return store->process == getpid() && pthread_mutex_lock(&store->lock) == 0;
+}
+
 static inline int gck_store_has_file(const gck_byte_store *store) { return store->file.fd >= 0; }
 
 static inline void gck_store_push(gck_store_queue *queue, gck_byte_store_item *item)

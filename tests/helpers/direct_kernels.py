@@ -175,7 +175,8 @@ class HostKernels:
         if gcc is None:
             pytest.skip("gcc not found")
         (folder / "shim.c").write_text(SHIM)
-        host = [source(f"{name}.c") for name in ("cast", "mask", "lossless", "nonzeros", "pieces", "sparse", "strided")]
+        names = ("cast", "mask", "lossless", "nonzeros", "pieces", "raw", "sparse", "strided")
+        host = [source(f"{name}.c") for name in names]
         plain = [(path, "") for path in [*host, *(CODEC / "portable").glob("*.c"), folder / "shim.c"]]
         sources = [*plain, *((path, path.stem.rpartition("_")[2]) for path in (CODEC / "x86").glob("*.c"))]
         compile_all(

@@ -95,7 +95,7 @@ static int narrow(const gck_tensor *x, const gck_bytes *payloads, const gck_how 
     return for_each_tensor(x, n, [=](const gck_tensor *t, int i) {
         const cudaStream_t stream = (cudaStream_t)t->stream;
         listener to;
-        const int status = t->dtype != GCK_F32 ? (int)GCK_E_DTYPE : listen(how != NULL ? how + i : NULL, &to);
+        const int status = t->dtype != GCK_F32 ? (int)GCK_E_DTYPE : listen(how, i, &to);
 
         return status != GCK_OK ? status : with_view<uint32_t>(t, [=](const auto &view) {
             launch_narrow<DTYPE>(view, payloads[i].codes, to, stream);

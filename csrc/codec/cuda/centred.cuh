@@ -68,11 +68,6 @@ GCK_LANE_FN uint32_t mask_of(int end, int first)
     return n <= 0 ? 0u : n >= VALUES ? 0xFFFFu : (1u << n) - 1u;
 }
 
-/* Bits 0 to 3 as the lowest bits of bytes, and back. */
-GCK_LANE_FN uint32_t to_bytes(uint32_t bits) { return (bits & 0xFu) * 0x00204081u & four(1); }
-
-GCK_LANE_FN uint32_t from_bytes(uint32_t bytes) { return (bytes & four(1)) * 0x01020408u >> 24 & 0xFu; }
-
 /* gck_put_header(): its bits as the lowest and the second bits of this lane's codes; returns those that are not
  * in codes. */
 template <gck_format FORMAT, typename VIEW>

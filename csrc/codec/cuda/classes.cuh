@@ -14,11 +14,7 @@ enum { NUMBERS_OF_LANE = VALUES / 4 };
 
 GCK_LANE_FN uint32_t group_or(uint32_t bits)
 {
-#pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2) {
-        bits |= __shfl_xor_sync(ALL_LANES, bits, lanes);
-    }
-    return bits;
+    return across_lanes<1, LANES>(bits, [](uint32_t a, uint32_t b) { return a | b; });
 }
 
 GCK_LANE_FN uint64_t group_or(uint64_t bits)
@@ -29,12 +25,7 @@ GCK_LANE_FN uint64_t group_or(uint64_t bits)
 /* The least; no zero has a sign. */
 GCK_LANE_FN float group_low(float low)
 {
-#pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2) {
-        const float other = __shfl_xor_sync(ALL_LANES, low, lanes);
-        low = other < low ? other : low;
-    }
-    return low;
+    return across_lanes<1, LANES>(low, [](float a, float b) { return b < a ? b : a; });
 }
 
 GCK_LANE_FN float group_high(float high) { return 0.f - group_low(0.f - high); }

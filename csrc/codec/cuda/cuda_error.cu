@@ -3,31 +3,28 @@
 
 #include <stdio.h>
 
-enum {
-    INSUFFICIENT_DRIVER = 35, INVALID_DEVICE_FUNCTION = 98, NO_DEVICE = 100, NO_KERNEL_IMAGE = 209,
-    UNSUPPORTED_PTX = 222, DRIVER_MISMATCH = 803, NOT_COMPATIBLE = 804, CAPTURE_UNSUPPORTED = 900,
-    CAPTURE_INVALIDATED = 901,
-};
+enum { INVALID_DEVICE_FUNCTION = 98, NO_KERNEL_IMAGE = 209 };
 enum { LEAST_CAPABILITY = 75, MOST_CARDS = 64, LENGTH = 512 };
 
-/* Errors that a kernel caused, perhaps not one of ours: then every call of the process returns them.  Numbers, because
- * older toolkits do not have all of the names. */
-static const int sticky[] = {
-    214 /* ECCUncorrectable */, 220 /* NvlinkUncorrectable */, 226 /* Contained */, 700 /* IllegalAddress */,
-    702 /* LaunchTimeout */, 710 /* Assert */, 714 /* HardwareStackError */, 715 /* IllegalInstruction */,
-    716 /* MisalignedAddress */, 717 /* InvalidAddressSpace */, 718 /* InvalidPc */, 719 /* LaunchFailure */,
-    721 /* TensorMemoryLeak */,
+#define AFTER_KERNEL "an earlier kernel may have failed: set CUDA_LAUNCH_BLOCKING=1"
+#define UPDATE "update the driver"
+#define RUN_BEFORE "run the region once before the capture"
+
+/* What to do about an error.  Numbers, because older toolkits do not have all of the names. */
+static const struct { int status; const char *advice; } hints[] = {
+    {35 /* InsufficientDriver */, UPDATE}, {222 /* UnsupportedPtxVersion */, UPDATE},
+    {803 /* SystemDriverMismatch */, UPDATE}, {804 /* CompatNotSupportedOnDevice */, UPDATE},
+    {100 /* NoDevice */, "check nvidia-smi and CUDA_VISIBLE_DEVICES"},
+    {900 /* StreamCaptureUnsupported */, RUN_BEFORE}, {901 /* StreamCaptureInvalidated */, RUN_BEFORE},
+    /* What a kernel caused, perhaps not one of ours: then every call of the process returns it. */
+    {214 /* ECCUncorrectable */, AFTER_KERNEL}, {220 /* NvlinkUncorrectable */, AFTER_KERNEL},
+    {226 /* Contained */, AFTER_KERNEL}, {700 /* IllegalAddress */, AFTER_KERNEL},
+    {702 /* LaunchTimeout */, AFTER_KERNEL}, {710 /* Assert */, AFTER_KERNEL},
+    {714 /* HardwareStackError */, AFTER_KERNEL}, {715 /* IllegalInstruction */, AFTER_KERNEL},
+    {716 /* MisalignedAddress */, AFTER_KERNEL}, {717 /* InvalidAddressSpace */, AFTER_KERNEL},
+    {718 /* InvalidPc */, AFTER_KERNEL}, {719 /* LaunchFailure */, AFTER_KERNEL},
+    {721 /* TensorMemoryLeak */, AFTER_KERNEL},
 };
-
-static bool is_sticky(int status)
-{
-    bool found = false;
-
-    for (const int one : sticky) {
-        found |= status == one;
-    }
-    return found;
-}
 
 /* The compute capabilities of this machine's cards, those that kernels can be built for first, as
  * GRADCKPT_CUDA_ARCHS takes them.  How many of these there are; -1: none is known. */
@@ -67,39 +64,22 @@ static int list_capabilities(char *text, size_t size)
 static void advise(int status, char *advice, size_t size)
 {
     char capabilities[LENGTH / 4];
-    int served;
 
     advice[0] = '\0';
-    if (is_sticky(status)) {
-        snprintf(advice, size, "; an earlier kernel may have failed: set CUDA_LAUNCH_BLOCKING=1");
+    for (const auto &one : hints) {
+        if (one.status == status) {
+            snprintf(advice, size, "; %s", one.advice);
+        }
+    }
+    if (status != INVALID_DEVICE_FUNCTION && status != NO_KERNEL_IMAGE) {
         return;
     }
-    switch (status) {
-    case INVALID_DEVICE_FUNCTION:
-    case NO_KERNEL_IMAGE:
-        served = list_capabilities(capabilities, sizeof capabilities);
-        if (served == 0) {
-            snprintf(advice, size, "; pass compress=None (capability %s, below 7.5)", capabilities);
-        } else {
-            snprintf(advice, size, "; rebuild with GRADCKPT_CUDA_ARCHS%s%s (built for %s)",
-                     served > 0 ? "=" : "", capabilities, GCK_CUDA_ARCHS);
-        }
-        break;
-    case INSUFFICIENT_DRIVER:
-    case UNSUPPORTED_PTX:
-    case DRIVER_MISMATCH:
-    case NOT_COMPATIBLE:
-        snprintf(advice, size, "; update the driver");
-        break;
-    case NO_DEVICE:
-        snprintf(advice, size, "; check nvidia-smi and CUDA_VISIBLE_DEVICES");
-        break;
-    case CAPTURE_UNSUPPORTED:
-    case CAPTURE_INVALIDATED:
-        snprintf(advice, size, "; run the region once before the capture");
-        break;
-    default:
-        break;
+    const int served = list_capabilities(capabilities, sizeof capabilities);
+    if (served == 0) {
+        snprintf(advice, size, "; pass compress=None (capability %s, below 7.5)", capabilities);
+    } else {
+        snprintf(advice, size, "; rebuild with GRADCKPT_CUDA_ARCHS%s%s (built for %s)", served > 0 ? "=" : "",
+                 capabilities, GCK_CUDA_ARCHS);
     }
 }
 

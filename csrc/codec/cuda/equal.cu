@@ -53,7 +53,7 @@ extern "C" int gck_compare_cuda(int index, void *stream, gck_bytes a, gck_bytes 
     const pair scales = {(const uint8_t *)a.scales, (const uint8_t *)b.scales, lengths.scales,
                          grid_for(lengths.scales, EQUAL_BYTES)};
     listener to;
-    const int status = listen(&how, &to);
+    const int status = listen(&how, 0, &to);
 
     return status != GCK_OK ? status : launch_on(index, [=]() {
         GCK_LAUNCH(equal_kernel, codes.blocks + scales.blocks, THREADS, (cudaStream_t)stream, codes, scales, to);

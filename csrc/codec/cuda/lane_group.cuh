@@ -24,17 +24,10 @@ struct untyped : strided<uint8_t> {
     __device__ gck_dtype dtype(void) const { return kind; }
 };
 
-/* Blocks an SM must hold to have 48 KiB in flight: what bounds the registers.  sm_75
- * holds 1024 threads only; noisy kernels are bound by arithmetic. */
+/* Blocks an SM must hold to have 48 KiB in flight: what bounds the registers.  Noisy kernels are bound by
+ * arithmetic. */
 template <gck_dtype DTYPE>
-static constexpr int blocks_per_sm(const typed<DTYPE> *, bool noisy)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-    return 4;
-#else
-    return noisy || DTYPE == GCK_F32 ? 4 : 6;
-#endif
-}
+static constexpr int blocks_per_sm(const typed<DTYPE> *, bool noisy) { return wide_blocks(DTYPE, !noisy); }
 
 static constexpr int blocks_per_sm(const untyped *, bool) { return 4; }
 

@@ -127,26 +127,61 @@ GCK_LANE_FN bool by_vectors(const strided<T> &, int64_t) { return false; }
 
 /* ---- lanes ---- */
 
-/* The largest of the 8 lanes of a group, in each of them. */
-GCK_LANE_FN uint32_t group_max(uint32_t amax)
+/* What the lanes have whose numbers differ in bits FIRST to END, joined, in each of them. */
+template <int FIRST, int END, typename T, typename F>
+GCK_LANE_FN T across_lanes(T mine, F join)
 {
 #pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2) {
-        const uint32_t other = __shfl_xor_sync(ALL_LANES, amax, lanes);
-        amax = other > amax ? other : amax;
+    for (int lanes = FIRST; lanes < END; lanes *= 2) {
+        mine = join(mine, __shfl_xor_sync(ALL_LANES, mine, lanes));
     }
-    return amax;
+    return mine;
 }
 
-/* Their sum. */
+/* The largest of the 8 lanes of a group, and their sum. */
+GCK_LANE_FN uint32_t group_max(uint32_t amax)
+{
+    return across_lanes<1, LANES>(amax, [](uint32_t a, uint32_t b) { return b > a ? b : a; });
+}
+
 GCK_LANE_FN int group_sum(int n)
 {
-#pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2) {
-        n += __shfl_xor_sync(ALL_LANES, n, lanes);
-    }
-    return n;
+    return across_lanes<1, LANES>(n, [](int a, int b) { return a + b; });
 }
+
+/* The sum of `mine` of the threads before this one, and in *all of all of them.  Every thread of the
+ * block comes here; before it does so again, they meet. */
+constexpr int WARPS = THREADS / 32;
+
+GCK_LANE_FN uint32_t sum_before(uint32_t mine, uint32_t (&of_warp)[WARPS], uint32_t *all)
+{
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    uint32_t sum = mine;
+
+    if (__ballot_sync(ALL_LANES, mine != 0) != 0) {
+#pragma unroll
+        for (int back = 1; back < 32; back *= 2) {
+            const uint32_t other = __shfl_sync(ALL_LANES, sum, lane >= back ? lane - back : lane);
+            sum += lane >= back ? other : 0u;
+        }
+    }
+    if (lane == 31) {
+        of_warp[warp] = sum;
+    }
+    __syncthreads();
+    uint32_t before = sum - mine;
+    *all = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        before += w < warp ? of_warp[w] : 0u;
+        *all += of_warp[w];
+    }
+    return before;
+}
+
+/* Bits 0 to 3 as the lowest bits of bytes, and back. */
+GCK_LANE_FN uint32_t to_bytes(uint32_t bits) { return (bits & 0xFu) * 0x00204081u & 0x01010101u; }
+GCK_LANE_FN uint32_t from_bytes(uint32_t bytes) { return (bytes & 0x01010101u) * 0x01020408u >> 24 & 0xFu; }
 
 /* One group per 8 lanes, and no loop: it would cost registers, and a grid of 2^31 - 1
  * blocks holds 2^43 values.  All lanes of a warp meet in the shuffles; those past the
@@ -332,14 +367,15 @@ struct collector {
 
 /* ---- a lane's 16 values as they lie in memory: 1, 2 or 4 to a word ---- */
 
-/* Blocks on an SM: 1536 threads have 48 KiB of 16-bit values in flight.  sm_75 holds 1024. */
-constexpr int wide_blocks(gck_dtype dtype, bool contiguous)
+/* Blocks on an SM: 1536 threads have 48 KiB of 16-bit values in flight.  sm_75 holds 1024.  simple: they need few
+ * registers. */
+constexpr int wide_blocks(gck_dtype dtype, bool simple)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-    (void)dtype, (void)contiguous;
+    (void)dtype, (void)simple;
     return 4;
 #else
-    return contiguous && dtype != GCK_F32 ? 6 : 4;
+    return simple && dtype != GCK_F32 ? 6 : 4;
 #endif
 }
 
@@ -394,6 +430,20 @@ static int with_view(const gck_tensor *t, F f)
     case 0:  f(flat); return GCK_OK;
     case 1:  f(view); return GCK_OK;
     default: return GCK_E_DEVICE;
+    }
+}
+
+/* The same of a floating dtype: f(view, the dtype as a type). */
+template <gck_dtype DTYPE> struct constant { enum : int { VALUE = DTYPE }; };
+
+template <typename F>
+static int with_floats(const gck_tensor *t, F f)
+{
+    switch (t->dtype) {
+    case GCK_F32:  return with_view<uint32_t>(t, [=](const auto &x) { f(x, constant<GCK_F32>()); });
+    case GCK_F16:  return with_view<uint16_t>(t, [=](const auto &x) { f(x, constant<GCK_F16>()); });
+    case GCK_BF16: return with_view<uint16_t>(t, [=](const auto &x) { f(x, constant<GCK_BF16>()); });
+    default:       return GCK_E_DTYPE;
     }
 }
 

@@ -1,11 +1,8 @@
 /* lossless.cu: device kernels of lossless: lossless.h is the format.
  *
- * A block of threads is a block of the format: 32 groups of 8 lanes.  The places in the
- * arena come from votes within a warp and one sum over the warps. */
+ * A block of threads is a block of the format: 32 groups of 8 lanes. */
 #include "codec/format/lossless.h"
 #include "codec/cuda/overflow.cuh"
-
-constexpr int WARPS = THREADS / 32;
 
 static_assert(GROUPS_PER_BLOCK == GCK_BLOCK_GROUPS, "a block of threads is a block of the format");
 
@@ -149,37 +146,6 @@ GCK_LANE_FN uint32_t choose_base(uint32_t (&c)[N], uint8_t (&exponents)[VALUES],
     return base;
 }
 
-/* ---- arenas ---- */
-
-/* How many values of the block before this lane's escape, and in all.  Every thread of
- * the block comes here once. */
-GCK_LANE_FN int escapes_before(uint32_t escapes, int (&of_warp)[WARPS], int *all)
-{
-    const int warp = (int)threadIdx.x / 32, mine = __popc(escapes);
-    const uint32_t lower = (1u << (threadIdx.x % 32)) - 1u;
-    int before = 0, sum = 0;
-
-    if (__ballot_sync(ALL_LANES, mine != 0) != 0) {
-#pragma unroll
-        for (int b = 0; b < 5; b++) {              /* of a number up to 16, bit by bit */
-            const uint32_t votes = __ballot_sync(ALL_LANES, mine >> b & 1);
-            before += __popc(votes & lower) << b;
-            sum += __popc(votes) << b;
-        }
-    }
-    if (threadIdx.x % 32 == 0) {
-        of_warp[warp] = sum;
-    }
-    __syncthreads();
-    *all = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        before += w < warp ? of_warp[w] : 0;
-        *all += of_warp[w];
-    }
-    return before;
-}
-
 /* ---- words ---- */
 
 /* The first row of this lane. */
@@ -241,10 +207,7 @@ GCK_LANE_FN void gather_last_row(uint32_t (&c)[N])
         for (int r = 0; r < P::ROWS_OF_LANE; r++) {
             last |= (c[r * P::LAST + k] >> P::ABOVE & P::piece) << (P::BITS * (row_of_lane<DTYPE>() + r));
         }
-#pragma unroll
-        for (int lanes = P::LAST_LANES; lanes < LANES; lanes *= 2) {
-            last |= __shfl_xor_sync(ALL_LANES, last, lanes);
-        }
+        last = across_lanes<P::LAST_LANES, LANES>(last, [](uint32_t a, uint32_t b) { return a | b; });
         c[N - P::LAST + k] = holds_it ? last : c[N - P::LAST + k];
     }
 #pragma unroll
@@ -262,11 +225,10 @@ lossless_encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, const __
 {
     typedef packed<DTYPE> P;
     __shared__ uint4 arena[GCK_ARENA / 16];
-    __shared__ int of_warp[WARPS];
+    __shared__ uint32_t of_warp[WARPS];
     __shared__ uint8_t bases[GCK_BLOCK_GROUPS], exponents[THREADS][VALUES];
     const int groups = groups_of_block(ngroups);
-    uint32_t c[P::N], escapes;
-    int all;
+    uint32_t c[P::N], escapes, all;
 
     load_words(x, first_of_lane(), c);
     map_words(c, [](uint32_t word, int) { return gck_rotated(word, DTYPE); });
@@ -275,7 +237,7 @@ lossless_encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, const __
     if (threadIdx.x < GCK_ARENA / 4) {
         ((uint32_t *)arena)[threadIdx.x] = 0;
     }
-    int at = escapes_before(escapes, of_warp, &all);
+    int at = (int)sum_before((uint32_t)__popc(escapes), of_warp, &all);        /* in the arena */
     unpack_again(c);
     if (escapes != 0) {
 #pragma unroll
@@ -303,11 +265,11 @@ lossless_encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, const __
         __stcs((uint4 *)(out.arenas + (int64_t)blockIdx.x * GCK_ARENA) + threadIdx.x, arena[threadIdx.x]);
     }
     if ((int)threadIdx.x < groups) {
-        out.bases[(int64_t)blockIdx.x * GCK_BLOCK_GROUPS + threadIdx.x] = all > GCK_ARENA ? (uint8_t)0
+        out.bases[(int64_t)blockIdx.x * GCK_BLOCK_GROUPS + threadIdx.x] = (int)all > GCK_ARENA ? (uint8_t)0
                                                                               : bases[threadIdx.x];
     }
     if (threadIdx.x == 0) {
-        report(to, all > GCK_ARENA);
+        report(to, (int)all > GCK_ARENA);
     }
 }
 
@@ -316,12 +278,11 @@ static __global__ void __launch_bounds__(THREADS, wide_blocks(DTYPE, VIEW::CONTI
 lossless_decode_kernel(const __grid_constant__ parts in, int64_t ngroups, const __grid_constant__ VIEW x)
 {
     typedef packed<DTYPE> P;
-    __shared__ int of_warp[WARPS];
+    __shared__ uint32_t of_warp[WARPS];
     const int groups = groups_of_block(ngroups), g = (int)threadIdx.x / LANES;
     const uint32_t base = g < groups ? __ldg(in.bases + (int64_t)blockIdx.x * GCK_BLOCK_GROUPS + g) : 0u;
     const uint8_t *arena = in.arenas + (int64_t)blockIdx.x * GCK_ARENA;
-    uint32_t c[P::N], escapes = 0;
-    int all;
+    uint32_t c[P::N], escapes = 0, all;
 
 #pragma unroll
     for (int k = 0; k < P::N / 4; k++) {
@@ -334,7 +295,7 @@ lossless_decode_kernel(const __grid_constant__ parts in, int64_t ngroups, const 
     for (int j = 0; j < VALUES; j++) {
         escapes |= (uint32_t)(word_of(c, j) >> gck_low_bits(DTYPE) == GCK_ESCAPE_CODE) << j;
     }
-    int at = escapes_before(escapes, of_warp, &all);
+    int at = (int)sum_before((uint32_t)__popc(escapes), of_warp, &all);
     unpack_again(c);
     map_words(c, [=, &at](uint32_t word, int j) {
         uint32_t escape = 0;
@@ -350,63 +311,38 @@ lossless_decode_kernel(const __grid_constant__ parts in, int64_t ngroups, const 
 /* ---- launchers ---- */
 
 template <gck_dtype DTYPE, typename VIEW>
-static void launch_encode(const VIEW &x, const parts &payload, const listener &to, cudaStream_t stream)
+static void launch_encode(const VIEW &x, void *payload, const listener &to, cudaStream_t stream)
 {
     GCK_LAUNCH((lossless_encode_kernel<DTYPE, VIEW>), grid_of(x.numel), THREADS, stream, x,
-               gck_groups_of(x.numel), payload, to);
+               gck_groups_of(x.numel), gck_parts_of(payload, x.numel, DTYPE, 0), to);
 }
 
 template <gck_dtype DTYPE, typename VIEW>
-static void launch_decode(const parts &payload, const VIEW &x, cudaStream_t stream)
+static void launch_decode(const void *payload, const VIEW &x, cudaStream_t stream)
 {
-    GCK_LAUNCH((lossless_decode_kernel<DTYPE, VIEW>), grid_of(x.numel), THREADS, stream, payload,
-               gck_groups_of(x.numel), x);
-}
-
-template <gck_dtype DTYPE, typename T>
-static int encode_as(const gck_tensor *t, void *payload, const gck_how *how)
-{
-    const cudaStream_t stream = (cudaStream_t)t->stream;
-    listener to;
-    const int status = listen(how, &to);
-
-    return status != GCK_OK ? status : with_view<T>(t, [=](const auto &x) {
-        launch_encode<DTYPE>(x, gck_parts_of(payload, t->numel, DTYPE, 0), to, stream);
-    });
-}
-
-template <gck_dtype DTYPE, typename T>
-static int decode_as(const void *payload, const gck_tensor *t)
-{
-    return with_view<T>(t, [=](const auto &x) {
-        launch_decode<DTYPE>(gck_parts_of(payload, t->numel, DTYPE, 0), x, (cudaStream_t)t->stream);
-    });
+    GCK_LAUNCH((lossless_decode_kernel<DTYPE, VIEW>), grid_of(x.numel), THREADS, stream,
+               gck_parts_of(payload, x.numel, DTYPE, 0), gck_groups_of(x.numel), x);
 }
 
 extern "C" {
 
-int gck_lossless_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
+int gck_lossless_encode_cuda(const gck_tensor *x, const gck_bytes *payloads, const gck_how *how, int n)
 {
     return for_each_tensor(x, n, [=](const gck_tensor *t, int i) {
-        const gck_how *mine = how != NULL ? how + i : NULL;
-        switch (t->dtype) {
-        case GCK_F32:  return encode_as<GCK_F32, uint32_t>(t, to[i].codes, mine);
-        case GCK_F16:  return encode_as<GCK_F16, uint16_t>(t, to[i].codes, mine);
-        case GCK_BF16: return encode_as<GCK_BF16, uint16_t>(t, to[i].codes, mine);
-        default:       return (int)GCK_E_DTYPE;
-        }
+        listener to;
+        const int status = listen(how, i, &to);
+        return status != GCK_OK ? status : with_floats(t, [=](const auto &view, auto dtype) {
+            launch_encode<(gck_dtype)decltype(dtype)::VALUE>(view, payloads[i].codes, to, (cudaStream_t)t->stream);
+        });
     });
 }
 
 int gck_lossless_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n)
 {
     return for_each_tensor(out, n, [=](const gck_tensor *t, int i) {
-        switch (t->dtype) {
-        case GCK_F32:  return decode_as<GCK_F32, uint32_t>(from[i].codes, t);
-        case GCK_F16:  return decode_as<GCK_F16, uint16_t>(from[i].codes, t);
-        case GCK_BF16: return decode_as<GCK_BF16, uint16_t>(from[i].codes, t);
-        default:       return (int)GCK_E_DTYPE;
-        }
+        return with_floats(t, [=](const auto &view, auto dtype) {
+            launch_decode<(gck_dtype)decltype(dtype)::VALUE>(from[i].codes, view, (cudaStream_t)t->stream);
+        });
     });
 }
 

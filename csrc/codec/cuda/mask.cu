@@ -7,15 +7,8 @@ template <typename VIEW> struct rounds {
     enum { N = VIEW::CONTIGUOUS ? 4 : 1, BOOLS_PER_BLOCK = THREADS * VALUES * N };
 };
 
-/* 4 bools, bytes of a word, to 4 bits, and back. */
-GCK_LANE_FN uint32_t bits_of_word(uint32_t w)
-{
-    const uint32_t set = (w | ((w & 0x7F7F7F7Fu) + 0x7F7F7F7Fu)) >> 7 & 0x01010101u;
-
-    return set * 0x01020408u >> 24 & 0xFu;
-}
-
-GCK_LANE_FN uint32_t word_of_bits(uint32_t bits) { return (bits & 0xFu) * 0x00204081u & 0x01010101u; }
+/* 4 bools, bytes of a word, to 4 bits. */
+GCK_LANE_FN uint32_t bits_of_word(uint32_t w) { return from_bytes((w | ((w & 0x7F7F7F7Fu) + 0x7F7F7F7Fu)) >> 7); }
 
 /* The first bool of this lane in a round. */
 template <typename VIEW>
@@ -70,7 +63,7 @@ mask_decode_kernel(const uint8_t *payload, const __grid_constant__ VIEW x)
         uint32_t w[VALUES / 4];
 #pragma unroll
         for (int k = 0; k < VALUES / 4; k++) {
-            w[k] = word_of_bits(bits[r] >> (4 * k));
+            w[k] = to_bytes(bits[r] >> (4 * k));
         }
         store_words(x, first_of_round<VIEW>(r), w);
     }

@@ -13,34 +13,6 @@ static_assert(GROUPS_PER_BLOCK == GCK_BLOCK_GROUPS, "a block of threads is a blo
 
 typedef gck_sparse_parts nonzeros_parts;
 
-constexpr int SCAN_WARPS = THREADS / 32;
-
-/* The sum of `mine` of the threads before this one, and in *all of all of them.  Every thread of the
- * block comes here; before it does so again, they meet. */
-GCK_LANE_FN uint32_t sum_before(uint32_t mine, uint32_t (&of_warp)[SCAN_WARPS], uint32_t *all)
-{
-    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-    uint32_t sum = mine;
-
-#pragma unroll
-    for (int back = 1; back < 32; back *= 2) {
-        const uint32_t other = __shfl_sync(ALL_LANES, sum, lane >= back ? lane - back : lane);
-        sum += lane >= back ? other : 0u;
-    }
-    if (lane == 31) {
-        of_warp[warp] = sum;
-    }
-    __syncthreads();
-    uint32_t before = sum - mine;
-    *all = 0;
-#pragma unroll
-    for (int w = 0; w < SCAN_WARPS; w++) {
-        before += w < warp ? of_warp[w] : 0u;
-        *all += of_warp[w];
-    }
-    return before;
-}
-
 /* Values of words of type T in the registers of a lane. */
 template <typename T> struct lane_words {
     enum { N = VALUES * (int)sizeof(T) / 4 };
@@ -76,6 +48,20 @@ GCK_LANE_FN void pack_lane(const uint32_t (&w)[N], uint32_t bits, uint32_t at, T
     }
 }
 
+/* Those of this block, side by side in shared memory: how many. */
+template <bool UNSIGNED, typename T, typename VIEW>
+GCK_LANE_FN uint32_t pack_block(const VIEW &x, T *values)
+{
+    __shared__ uint32_t of_warp[WARPS];
+    uint32_t w[lane_words<T>::N], all;
+
+    load_words(x, first_of_lane(), w);
+    const uint32_t bits = nonzeros_of_lane<T, UNSIGNED>(w);
+    pack_lane(w, bits, sum_before((uint32_t)__popc(bits), of_warp, &all), values);
+    __syncthreads();
+    return all;
+}
+
 /* And back: zeros elsewhere. */
 template <typename T, int N>
 GCK_LANE_FN void unpack_lane(const T *values, uint32_t bits, uint32_t at, uint32_t (&w)[N])
@@ -105,7 +91,7 @@ template <typename T, bool UNSIGNED, typename VIEW>
 static __global__ void __launch_bounds__(THREADS)
 nonzeros_bitmap_kernel(const __grid_constant__ VIEW x, const __grid_constant__ nonzeros_parts out)
 {
-    __shared__ uint32_t of_warp[SCAN_WARPS];
+    __shared__ uint32_t of_warp[WARPS];
     uint32_t w[lane_words<T>::N], all;
     uint16_t *bitmap = bits_of_lane(out, x.numel);
 
@@ -125,7 +111,7 @@ static __global__ void __launch_bounds__(THREADS)
 nonzeros_places_kernel(uint64_t *before, int64_t blocks)
 {
     constexpr int EACH = 16;
-    __shared__ uint32_t of_warp[SCAN_WARPS];
+    __shared__ uint32_t of_warp[WARPS];
     uint64_t sum = 0;
 
     for (int64_t first = 0; first < blocks; first += THREADS * EACH) {

@@ -15,21 +15,18 @@ typedef struct {
     int           next;                       /* where the search starts */
 } pool;
 
+/* The first is the host's. */
 static uint32_t host_words[GCK_OVERFLOW_FLAGS];
-static pool host = {.words = host_words}, devices[GCK_KINDS];
+static pool pools[1 + GCK_KINDS] = {{.words = host_words}};
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
-static int index_in(const pool *p, const uint32_t *word)
-{
-    return p->words != NULL && word >= p->words && word < p->words + GCK_OVERFLOW_FLAGS ? (int)(word - p->words) : -1;
-}
-
-/* The pool of a word of a device, and its number there; NULL: it is none. */
+/* The pool of a word, and its number there; NULL: it is none. */
 static pool *pool_of(const uint32_t *word, int *i)
 {
-    for (int kind = 0; kind < GCK_KINDS; kind++) {
-        if ((*i = index_in(&devices[kind], word)) >= 0) {
-            return &devices[kind];
+    for (pool *p = pools; p <= pools + GCK_KINDS; p++) {
+        if (p->words != NULL && word >= p->words && word < p->words + GCK_OVERFLOW_FLAGS) {
+            *i = (int)(word - p->words);
+            return p;
         }
     }
     return NULL;
@@ -38,7 +35,7 @@ static pool *pool_of(const uint32_t *word, int *i)
 /* Host words start as PENDING without an owner: what counts then is that none was ever used. */
 static int is_ready(const pool *p, int i)
 {
-    return p->use[i] == FREE && (p == &host || *(volatile uint32_t *)(p->words + i) != GCK_OVERFLOW_PENDING);
+    return p->use[i] == FREE && (p == pools || *(volatile uint32_t *)(p->words + i) != GCK_OVERFLOW_PENDING);
 }
 
 static uint32_t *take_locked(pool *p)
@@ -67,7 +64,7 @@ static void allocate_locked(pool *p, int device)
 
 uint32_t *gck_overflow_take(int device)
 {
-    pool *p = device < 0 ? &host : &devices[gck_device_kind_of(device)];
+    pool *p = device < 0 ? pools : &pools[1 + gck_device_kind_of(device)];
 
     pthread_mutex_lock(&mutex);
     if (p->words == NULL) {
@@ -80,10 +77,10 @@ uint32_t *gck_overflow_take(int device)
 
 void gck_overflow_give(uint32_t *word)
 {
-    int i = index_in(&host, word);
+    int i;
 
     pthread_mutex_lock(&mutex);
-    pool *p = i >= 0 ? &host : pool_of(word, &i);
+    pool *p = pool_of(word, &i);
     if (p != NULL && p->use[i] == TAKEN) {
         p->use[i] = FREE;
     }
@@ -94,8 +91,7 @@ int gck_overflow_slot(const uint32_t *word)
 {
     int i = -1;
 
-    (void)pool_of(word, &i);
-    return i;
+    return pool_of(word, &i) != pools ? i : -1;
 }
 
 static void retire(const uint32_t *word)

@@ -42,9 +42,10 @@ GCK_LANE_FN void report(const listener &to, bool refused, uint32_t part = 0)
     }
 }
 
-static inline int listen(const gck_how *how, listener *to)
+/* Of tensor i. */
+static inline int listen(const gck_how *how, int i, listener *to)
 {
-    to->word = how != NULL ? how->overflow : NULL;
+    to->word = how != NULL ? how[i].overflow : NULL;
     to->slot = to->word != NULL ? gck_overflow_slot(to->word) : 0;
     return to->word == NULL || to->slot >= 0 ? GCK_OK : GCK_E_DEVICE;       /* a word of the host */
 }

@@ -35,12 +35,7 @@ GCK_LANE_FN int largest_below(const share_keys &s, int end)
         const bool mine = s.members[j] >> (threadIdx.x % WARP) & 1u;
         largest = mine && s.key[j] < end && s.key[j] > largest ? s.key[j] : largest;
     }
-#pragma unroll
-    for (int lanes = 1; lanes < WARP; lanes *= 2) {
-        const int other = __shfl_xor_sync(ALL_LANES, largest, lanes);
-        largest = other > largest ? other : largest;
-    }
-    return largest;
+    return across_lanes<1, WARP>(largest, [](int a, int b) { return b > a ? b : a; });
 }
 
 /* gck_share_level(). */

@@ -10,15 +10,10 @@ sparse_values_kernel(const __grid_constant__ VIEW x, const __grid_constant__ non
                      const __grid_constant__ listener to)
 {
     __shared__ T values[GCK_BLOCK];
-    __shared__ uint32_t of_warp[SCAN_WARPS];
     const uint64_t before = out.before[blockIdx.x];
-    uint32_t w[lane_words<T>::N], all;
-
-    load_words(x, first_of_lane(), w);
-    const uint32_t bits = nonzeros_of_lane<T, false>(w);
-    pack_lane(w, bits, sum_before((uint32_t)__popc(bits), of_warp, &all), values);
+    const uint32_t all = pack_block<false>(x, values);
     const bool fits = gck_sparse_fits(before, all, out.room);
-    __syncthreads();
+
     for (uint32_t i = threadIdx.x; fits && i < all; i += THREADS) {
         ((T *)(void *)out.values)[before + i] = values[i];
     }
@@ -33,7 +28,7 @@ static __global__ void __launch_bounds__(THREADS)
 sparse_decode_kernel(const __grid_constant__ nonzeros_parts in, gck_dtype dtype, const __grid_constant__ VIEW x)
 {
     __shared__ T values[GCK_BLOCK];
-    __shared__ uint32_t of_warp[SCAN_WARPS];
+    __shared__ uint32_t of_warp[WARPS];
     const uint64_t before = in.before[blockIdx.x];
     const uint16_t *bitmap = bits_of_lane(in, x.numel);
     const uint32_t bits = bitmap != NULL ? *bitmap : 0u;
@@ -70,51 +65,46 @@ static int parts_of(const gck_tensor *t, const void *payload, nonzeros_parts *pa
 }
 
 template <typename T, typename VIEW>
-static void launch_encode(const VIEW &x, const nonzeros_parts &parts, const listener &to, cudaStream_t stream)
+static void launch_encode(const VIEW &x, T *, const nonzeros_parts &parts, const listener &to, cudaStream_t stream)
 {
     launch_places<T, false>(x, parts, stream);
     GCK_LAUNCH((sparse_values_kernel<T, VIEW>), grid_of(x.numel), THREADS, stream, x, parts, to);
 }
 
 template <typename T, typename VIEW>
-static void launch_decode(const nonzeros_parts &parts, gck_dtype dtype, const VIEW &x, cudaStream_t stream)
+static void launch_decode(const nonzeros_parts &parts, gck_dtype dtype, const VIEW &x, T *, cudaStream_t stream)
 {
     GCK_LAUNCH((sparse_decode_kernel<T, VIEW>), grid_of(x.numel), THREADS, stream, parts, dtype, x);
 }
 
-template <typename T>
-static int encode_as(const gck_tensor *t, void *payload, const gck_how *how)
+static int encode(const gck_tensor *t, void *payload, const gck_how *how, int i)
 {
     const cudaStream_t stream = (cudaStream_t)t->stream;
+    const gck_bytes bytes = {payload, NULL};
     nonzeros_parts parts;
     listener to;
-    const int whole = parts_of(t, payload, &parts), status = whole < 0 ? whole : listen(how, &to);
+    const int whole = parts_of(t, payload, &parts), status = whole < 0 ? whole : listen(how, i, &to);
 
-    if (status != GCK_OK) {
-        return status;
+    if (status != GCK_OK || whole == 0) {
+        return status != GCK_OK ? status : with_floats(t, [=](const auto &x, auto) {
+            launch_encode(x, x.data, parts, to, stream);
+        });
     }
-    if (whole != 0) {
-        const gck_bytes bytes = {payload, NULL};
-        const int copied = gck_raw_encode_cuda(t, &bytes, NULL, 1);
-        if (copied == GCK_OK) {
-            GCK_LAUNCH(sparse_whole_kernel, 1, 32, stream, to);
-        }
-        return copied;
+    const int copied = gck_raw_encode_cuda(t, &bytes, NULL, 1);
+    if (copied == GCK_OK) {
+        GCK_LAUNCH(sparse_whole_kernel, 1, 32, stream, to);
     }
-    return with_view<T>(t, [=](const auto &x) { launch_encode<T>(x, parts, to, stream); });
+    return copied;
 }
 
-template <typename T>
-static int decode_as(const void *payload, const gck_tensor *t)
+static int decode(const gck_bytes *from, const gck_tensor *t)
 {
     nonzeros_parts parts;
-    const int whole = parts_of(t, payload, &parts);
+    const int whole = parts_of(t, from->codes, &parts);
 
-    const gck_bytes bytes = {(void *)payload, NULL};
-
-    return whole < 0 ? whole : whole != 0 ? gck_raw_decode_cuda(&bytes, t, 1)
-                                          : with_view<T>(t, [=](const auto &x) {
-        launch_decode<T>(parts, t->dtype, x, (cudaStream_t)t->stream);
+    return whole < 0 ? whole : whole != 0 ? gck_raw_decode_cuda(from, t, 1)
+                                          : with_floats(t, [=](const auto &x, auto) {
+        launch_decode(parts, t->dtype, x, x.data, (cudaStream_t)t->stream);
     });
 }
 
@@ -122,19 +112,12 @@ extern "C" {
 
 int gck_sparse_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
 {
-    return for_each_tensor(x, n, [=](const gck_tensor *t, int i) {
-        const gck_how *mine = how != NULL ? how + i : NULL;
-        return !are_floats(t, 1) ? (int)GCK_E_DTYPE : t->dtype == GCK_F32 ? encode_as<uint32_t>(t, to[i].codes, mine)
-                                                                          : encode_as<uint16_t>(t, to[i].codes, mine);
-    });
+    return for_each_tensor(x, n, [=](const gck_tensor *t, int i) { return encode(t, to[i].codes, how, i); });
 }
 
 int gck_sparse_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n)
 {
-    return for_each_tensor(out, n, [=](const gck_tensor *t, int i) {
-        return !are_floats(t, 1) ? (int)GCK_E_DTYPE : t->dtype == GCK_F32 ? decode_as<uint32_t>(from[i].codes, t)
-                                                                          : decode_as<uint16_t>(from[i].codes, t);
-    });
+    return for_each_tensor(out, n, [=](const gck_tensor *t, int i) { return decode(from + i, t); });
 }
 
 }

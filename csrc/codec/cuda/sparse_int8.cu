@@ -28,16 +28,9 @@ sparse_int8_values_kernel(const __grid_constant__ VIEW x, gck_dtype dtype, const
                           const __grid_constant__ listener to)
 {
     __shared__ T values[GCK_BLOCK];
-    __shared__ uint32_t of_warp[SCAN_WARPS];
     const uint64_t before = out.before[blockIdx.x];
-    uint32_t w[lane_words<T>::N], all;
-
-    load_words(x, first_of_lane(), w);
-    const uint32_t bits = nonzeros_of_lane<T, true>(w);
-    pack_lane(w, bits, sum_before((uint32_t)__popc(bits), of_warp, &all), values);
+    const uint32_t all = pack_block<true>(x, values);
     const bool fits = gck_sparse_fits(before, all, out.room);
-    __syncthreads();
-
     const int first = first_packed(), count = count_packed(all), g = first / GCK_GROUP;
     uint32_t amax = 0, escaped = 0;
     for (int j = 0; j < count; j++) {
@@ -86,7 +79,7 @@ static __global__ void __launch_bounds__(THREADS)
 sparse_int8_decode_kernel(const __grid_constant__ nonzeros_parts in, gck_dtype dtype, const __grid_constant__ VIEW x)
 {
     __shared__ T values[GCK_BLOCK];
-    __shared__ uint32_t of_warp[SCAN_WARPS];
+    __shared__ uint32_t of_warp[WARPS];
     const uint64_t before = in.before[blockIdx.x];
     const uint16_t *bitmap = bits_of_lane(in, x.numel);
     const uint32_t bits = bitmap != NULL ? *bitmap : 0u;
@@ -118,7 +111,7 @@ static int packed_parts_of(const gck_tensor *t, const void *payload, nonzeros_pa
 }
 
 template <typename T, typename VIEW>
-static void launch_encode(const VIEW &x, gck_dtype dtype, const nonzeros_parts &parts, const listener &to,
+static void launch_encode(const VIEW &x, T *, gck_dtype dtype, const nonzeros_parts &parts, const listener &to,
                           cudaStream_t stream)
 {
     launch_places<T, true>(x, parts, stream);
@@ -126,51 +119,34 @@ static void launch_encode(const VIEW &x, gck_dtype dtype, const nonzeros_parts &
 }
 
 template <typename T, typename VIEW>
-static void launch_decode(const nonzeros_parts &parts, gck_dtype dtype, const VIEW &x, cudaStream_t stream)
+static void launch_decode(const nonzeros_parts &parts, gck_dtype dtype, const VIEW &x, T *, cudaStream_t stream)
 {
     GCK_LAUNCH((sparse_int8_decode_kernel<T, VIEW>), grid_of(x.numel), THREADS, stream, parts, dtype, x);
 }
 
-template <typename T>
-static int encode_as(const gck_tensor *t, void *payload, const gck_how *how)
-{
-    const cudaStream_t stream = (cudaStream_t)t->stream;
-    nonzeros_parts parts;
-    listener to;
-    const int range = packed_parts_of(t, payload, &parts), status = range != GCK_OK ? range : listen(how, &to);
-
-    return status != GCK_OK ? status : with_view<T>(t, [=](const auto &x) {
-        launch_encode<T>(x, t->dtype, parts, to, stream);
-    });
-}
-
-template <typename T>
-static int decode_as(const void *payload, const gck_tensor *t)
-{
-    nonzeros_parts parts;
-    const int status = packed_parts_of(t, payload, &parts);
-
-    return status != GCK_OK ? status : with_view<T>(t, [=](const auto &x) {
-        launch_decode<T>(parts, t->dtype, x, (cudaStream_t)t->stream);
-    });
-}
-
 extern "C" {
 
-int gck_sparse_int8_encode_cuda(const gck_tensor *x, const gck_bytes *to, const gck_how *how, int n)
+int gck_sparse_int8_encode_cuda(const gck_tensor *x, const gck_bytes *payloads, const gck_how *how, int n)
 {
     return for_each_tensor(x, n, [=](const gck_tensor *t, int i) {
-        const gck_how *mine = how != NULL ? how + i : NULL;
-        return !are_floats(t, 1) ? (int)GCK_E_DTYPE : t->dtype == GCK_F32 ? encode_as<uint32_t>(t, to[i].codes, mine)
-                                                                          : encode_as<uint16_t>(t, to[i].codes, mine);
+        nonzeros_parts parts;
+        listener to;
+        const int range = packed_parts_of(t, payloads[i].codes, &parts);
+        const int status = range != GCK_OK ? range : listen(how, i, &to);
+        return status != GCK_OK ? status : with_floats(t, [=](const auto &view, auto) {
+            launch_encode(view, view.data, t->dtype, parts, to, (cudaStream_t)t->stream);
+        });
     });
 }
 
 int gck_sparse_int8_decode_cuda(const gck_bytes *from, const gck_tensor *out, int n)
 {
     return for_each_tensor(out, n, [=](const gck_tensor *t, int i) {
-        return !are_floats(t, 1) ? (int)GCK_E_DTYPE : t->dtype == GCK_F32 ? decode_as<uint32_t>(from[i].codes, t)
-                                                                          : decode_as<uint16_t>(from[i].codes, t);
+        nonzeros_parts parts;
+        const int status = packed_parts_of(t, from[i].codes, &parts);
+        return status != GCK_OK ? status : with_floats(t, [=](const auto &view, auto) {
+            launch_decode(parts, t->dtype, view, view.data, (cudaStream_t)t->stream);
+        });
     });
 }
 

@@ -12,21 +12,14 @@ typedef struct {
     int64_t   sum;
 } counting;
 
-static int count_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx)
+static int count_block(void *values, int64_t block, int64_t groups, void *ctx)
 {
     counting *c = ctx;
-    const size_t item = gck_itemsize(c->dtype);
+    const int64_t found = gck_count_words(values, groups * GCK_GROUP, c->dtype, c->unsigned_zeros);
 
-    (void)streaming;
-    for (int64_t i = 0; i < count; i += GCK_BLOCK) {
-        const int64_t left = count - i, n = left < GCK_BLOCK ? left : GCK_BLOCK;
-        const int64_t whole = gck_groups_of(n) * GCK_GROUP;    /* a piece is padded with zeros */
-        const char *block = (const char *)values + (size_t)i * item;
-        const int64_t found = gck_count_words(block, whole, c->dtype, c->unsigned_zeros);
-        c->sum += found;
-        if (c->before != NULL) {
-            c->before[(first + i) / GCK_BLOCK] = (uint64_t)found;
-        }
+    c->sum += found;
+    if (c->before != NULL) {
+        c->before[block] = (uint64_t)found;
     }
     return GCK_OK;
 }
@@ -35,7 +28,7 @@ int64_t gck_count_nonzeros(const gck_tensor *x, uint64_t *before, int unsigned_z
 {
     counting c = {x->dtype, unsigned_zeros, before, 0};
 
-    gck_encode_pieces(x, GCK_BLOCK, first, last, 1, count_piece, &c);
+    gck_encode_blocks(x, first, last, count_block, &c);
     return c.sum;
 }
 
@@ -77,8 +70,9 @@ static gck_sparse_parts parts_of(const gck_tensor *x, const void *payload)
 
 /* `groups` of one block.  The values may have changed since they were counted: those
  * without room are not stored. */
-static int encode_block(const work *w, const void *values, int64_t block, int64_t groups)
+static int encode_block(void *values, int64_t block, int64_t groups, void *ctx)
 {
+    const work *w = ctx;
     const int last = (block + 1) * GCK_BLOCK_GROUPS * GCK_BITMAP >= (const uint8_t *)w->parts.before - w->parts.bitmap;
     const int64_t at = (int64_t)w->parts.before[block];
     const int64_t end = last ? w->parts.room : (int64_t)w->parts.before[block + 1];
@@ -87,20 +81,6 @@ static int encode_block(const work *w, const void *values, int64_t block, int64_
                                                w->parts.bitmap + block * GCK_BLOCK_GROUPS * GCK_BITMAP,
                                                w->parts.values + (size_t)at * gck_itemsize(w->dtype), end - at) < 0
         ? GCK_E_OVERFLOW : GCK_OK;
-}
-
-static int encode_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx)
-{
-    const work *w = ctx;
-    int status = GCK_OK;
-
-    (void)streaming;
-    for (int64_t i = 0; i < count && status == GCK_OK; i += GCK_BLOCK) {
-        const int64_t left = count - i < GCK_BLOCK ? count - i : GCK_BLOCK;
-        status = encode_block(w, (const char *)values + (size_t)i * gck_itemsize(w->dtype), (first + i) / GCK_BLOCK,
-                              gck_groups_of(left));
-    }
-    return status;
 }
 
 void gck_decode_nans(const uint8_t *bitmap, int64_t groups, gck_dtype dtype, void *values)
@@ -119,8 +99,9 @@ void gck_decode_nans(const uint8_t *bitmap, int64_t groups, gck_dtype dtype, voi
     }
 }
 
-static void decode_block(const work *w, char *values, int64_t block, int64_t groups)
+static int decode_block(void *values, int64_t block, int64_t groups, void *ctx)
 {
+    const work *w = ctx;
     const uint8_t *bitmap = w->parts.bitmap + block * GCK_BLOCK_GROUPS * GCK_BITMAP;
     const uint64_t before = w->parts.before[block];
 
@@ -129,18 +110,6 @@ static void decode_block(const work *w, char *values, int64_t block, int64_t gro
                                               w->parts.room - (int64_t)before, 2 * groups, values);
     } else {
         gck_decode_nans(bitmap, groups, w->dtype, values);
-    }
-}
-
-static int decode_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx)
-{
-    const work *w = ctx;
-
-    (void)streaming;
-    for (int64_t i = 0; i < count; i += GCK_BLOCK) {
-        const int64_t left = count - i < GCK_BLOCK ? count - i : GCK_BLOCK;
-        decode_block(w, (char *)values + (size_t)i * gck_itemsize(w->dtype), (first + i) / GCK_BLOCK,
-                     gck_groups_of(left));
     }
     return GCK_OK;
 }
@@ -161,12 +130,12 @@ int gck_sparse_encode(const gck_tensor *x, void *payload, int64_t first, int64_t
 {
     work w = {x->dtype, parts_of(x, payload)};
 
-    return gck_encode_pieces(x, GCK_BLOCK, first, last, 1, encode_piece, &w);
+    return gck_encode_blocks(x, first, last, encode_block, &w);
 }
 
 void gck_sparse_decode(const void *payload, const gck_tensor *out, int64_t first, int64_t last)
 {
     work w = {out->dtype, parts_of(out, payload)};
 
-    gck_decode_pieces(out, GCK_BLOCK, first, last, 1, decode_piece, &w);
+    gck_decode_blocks(out, first, last, decode_block, &w);
 }

@@ -16,4 +16,9 @@ int gck_encode_pieces(const gck_tensor *x, int64_t unit, int64_t first, int64_t 
 void gck_decode_pieces(const gck_tensor *out, int64_t unit, int64_t first, int64_t last, int in_place,
                        gck_piece *piece, void *ctx);
 
+/* The same block by block, of so many groups: the last one of a tensor, padded with zeros, may have fewer. */
+typedef int gck_block(void *values, int64_t block, int64_t groups, void *ctx);
+int gck_encode_blocks(const gck_tensor *x, int64_t first, int64_t last, gck_block *block, void *ctx);
+void gck_decode_blocks(const gck_tensor *out, int64_t first, int64_t last, gck_block *block, void *ctx);
+
 #endif

@@ -2,17 +2,10 @@
  * zero.  format/sparse.h is the format. */
 #include "codec/cuda/cuda_device.h"
 #include "codec/host/nonzeros.h"
-#include "codec/host/strided.h"
 
 GCK_DECLARE_CUDA(sparse)
 
-/* Values of blocks [first, last) of a payload that is the tensor. */
-static int64_t values_of(const gck_tensor *x, int64_t first, int64_t last)
-{
-    const int64_t left = x->numel - first * GCK_BLOCK, most = (last - first) * GCK_BLOCK;
-
-    return left < most ? left : most;
-}
+extern const gck_codec gck_codec_raw;              /* a payload that is the tensor */
 
 static int is_whole(const gck_tensor *x)
 {
@@ -21,25 +14,16 @@ static int is_whole(const gck_tensor *x)
 
 static int sparse_encode(const gck_tensor *x, gck_bytes to, const gck_how *how, int64_t first, int64_t last)
 {
-    const size_t block = GCK_BLOCK * gck_itemsize(x->dtype);
-
-    (void)how;
-    if (!is_whole(x)) {
-        return gck_sparse_encode(x, to.codes, first, last);
-    }
-    gck_gather(x, first * GCK_BLOCK, values_of(x, first, last), (char *)to.codes + (size_t)first * block);
-    return GCK_OK;
+    return is_whole(x) ? gck_codec_raw.encode_host(x, to, how, first * GCK_BLOCK_GROUPS, last * GCK_BLOCK_GROUPS)
+                       : gck_sparse_encode(x, to.codes, first, last);
 }
 
 static void sparse_decode(gck_bytes from, const gck_tensor *out, int64_t first, int64_t last)
 {
-    const size_t block = GCK_BLOCK * gck_itemsize(out->dtype);
-
-    if (!is_whole(out)) {
-        gck_sparse_decode(from.codes, out, first, last);
+    if (is_whole(out)) {
+        gck_codec_raw.decode_host(from, out, first * GCK_BLOCK_GROUPS, last * GCK_BLOCK_GROUPS);
     } else {
-        gck_scatter(out, first * GCK_BLOCK, values_of(out, first, last),
-                    (const char *)from.codes + (size_t)first * block);
+        gck_sparse_decode(from.codes, out, first, last);
     }
 }
 

@@ -80,8 +80,10 @@ static int64_t pack_values(const char *values, gck_dtype dtype, int64_t runs, ui
     return count;
 }
 
-static int encode_block(const work *w, const char *values, int64_t block, int64_t groups, block_buffer *b)
+static int encode_block(void *values, int64_t block, int64_t groups, void *ctx)
 {
+    const work *w = ctx;
+    block_buffer buffer, *b = &buffer;
     const size_t item = gck_itemsize(w->dtype);
     const int64_t before = (int64_t)w->parts.before[block];
     const int64_t most = (block + 1 < w->blocks ? (int64_t)w->parts.before[block + 1] : w->parts.room) - before;
@@ -130,15 +132,17 @@ static void keep_values(void *values, gck_dtype dtype, int64_t count, const uint
     }
 }
 
-static void decode_block(const work *w, char *values, int64_t block, int64_t groups, block_buffer *b)
+static int decode_block(void *values, int64_t block, int64_t groups, void *ctx)
 {
+    const work *w = ctx;
+    block_buffer buffer, *b = &buffer;
     const uint8_t *bitmap = w->parts.bitmap + block * GCK_BLOCK_GROUPS * GCK_BITMAP;
     const uint64_t before = w->parts.before[block];
     const int64_t count = gck_count_bits(bitmap, groups);
 
     if (!gck_sparse_fits(before, count, w->parts.room)) {
         gck_decode_nans(bitmap, groups, w->dtype, values);
-        return;
+        return GCK_OK;
     }
     const uint8_t *from = w->parts.values + gck_packed_place((int64_t)before, block);
     for (int64_t first = 0; first < count; first += GCK_GROUP) {
@@ -153,32 +157,6 @@ static void decode_block(const work *w, char *values, int64_t block, int64_t gro
     GCK_KERNEL(decode[GCK_INT8_PLAIN][w->dtype])(b->codes, b->side, gck_groups_of(count), b->values, 0, 0);
     keep_values(b->values, w->dtype, count, b->codes);
     GCK_KERNEL(unpack_nonzeros[w->dtype])(bitmap, b->values, GCK_BLOCK, 2 * groups, values);
-}
-
-static int encode_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx)
-{
-    const work *w = ctx;
-    block_buffer buffer;
-    int status = GCK_OK;
-
-    (void)streaming;
-    for (int64_t i = 0; i < count && status == GCK_OK; i += GCK_BLOCK) {
-        status = encode_block(w, (const char *)values + (size_t)i * gck_itemsize(w->dtype), (first + i) / GCK_BLOCK,
-                              gck_groups_of(lesser(count - i, GCK_BLOCK)), &buffer);
-    }
-    return status;
-}
-
-static int decode_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx)
-{
-    const work *w = ctx;
-    block_buffer buffer;
-
-    (void)streaming;
-    for (int64_t i = 0; i < count; i += GCK_BLOCK) {
-        decode_block(w, (char *)values + (size_t)i * gck_itemsize(w->dtype), (first + i) / GCK_BLOCK,
-                     gck_groups_of(lesser(count - i, GCK_BLOCK)), &buffer);
-    }
     return GCK_OK;
 }
 
@@ -187,14 +165,14 @@ static int sparse_int8_encode(const gck_tensor *x, gck_bytes to, const gck_how *
     work w = {x->dtype, gck_blocks_of(x->numel), parts_of(x, to.codes)};
 
     (void)how;
-    return gck_encode_pieces(x, GCK_BLOCK, first, last, 1, encode_piece, &w);
+    return gck_encode_blocks(x, first, last, encode_block, &w);
 }
 
 static void sparse_int8_decode(gck_bytes from, const gck_tensor *out, int64_t first, int64_t last)
 {
     work w = {out->dtype, gck_blocks_of(out->numel), parts_of(out, from.codes)};
 
-    gck_decode_pieces(out, GCK_BLOCK, first, last, 1, decode_piece, &w);
+    gck_decode_blocks(out, first, last, decode_block, &w);
 }
 
 static int64_t count_values(const gck_tensor *x, void *payload, int64_t first, int64_t last)

@@ -46,61 +46,52 @@ static int64_t odometer_run(const odometer *o, int64_t count)
     return left < count ? left : count;
 }
 
+/* With a constant item, the compiler knows how long each copy is. */
+static inline __attribute__((always_inline)) void copy_each(char *dst, int64_t dst_stride, const char *src,
+                                                            int64_t src_stride, int64_t count, int64_t item)
+{
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(dst + i * dst_stride * item, src + i * src_stride * item, (size_t)item);
+    }
+}
+
 static void copy_run(char *dst, int64_t dst_stride, const char *src, int64_t src_stride, int64_t count, size_t item)
 {
     if (dst_stride == 1 && src_stride == 1) {
         memcpy(dst, src, (size_t)count * item);
     } else if (item == 1) {
-        for (int64_t i = 0; i < count; i++) {
-            dst[i * dst_stride] = src[i * src_stride];
-        }
+        copy_each(dst, dst_stride, src, src_stride, count, 1);
     } else if (item == 2) {
-        for (int64_t i = 0; i < count; i++) {
-            memcpy(dst + i * dst_stride * 2, src + i * src_stride * 2, 2);
-        }
+        copy_each(dst, dst_stride, src, src_stride, count, 2);
     } else {
-        for (int64_t i = 0; i < count; i++) {
-            memcpy(dst + i * dst_stride * 4, src + i * src_stride * 4, 4);
-        }
+        copy_each(dst, dst_stride, src, src_stride, count, 4);
     }
 }
 
-void gck_gather(const gck_tensor *x, int64_t first, int64_t count, void *dst)
+/* Values of x to `packed`, or from there. */
+static void copy_values(const gck_tensor *x, int64_t first, int64_t count, char *packed, int gather)
 {
     const size_t item = gck_itemsize(x->dtype);
-    odometer o;
-    char *to = dst;
+    const int flat = x->strides == NULL || x->ndim == 0;
+    const int64_t stride = flat ? 1 : x->strides[x->ndim - 1];
+    odometer o = {.offset = first};
 
-    if (x->strides == NULL || x->ndim == 0) {
-        memcpy(dst, (const char *)x->data + (size_t)first * item, (size_t)count * item);
-        return;
+    if (!flat) {
+        odometer_set(&o, x, first);
     }
-    odometer_set(&o, x, first);
-    while (count > 0) {
-        const int64_t run = odometer_run(&o, count);
-        copy_run(to, 1, (const char *)x->data + o.offset * (int64_t)item, x->strides[x->ndim - 1], run, item);
-        to += (size_t)run * item;
-        count -= run;
-        odometer_advance(&o, run);
+    for (int64_t run; count > 0; count -= run, packed += (size_t)run * item) {
+        char *at = (char *)x->data + o.offset * (int64_t)item;
+        run = flat ? count : odometer_run(&o, count);
+        copy_run(gather ? packed : at, gather ? 1 : stride, gather ? at : packed, gather ? stride : 1, run, item);
+        if (!flat) {
+            odometer_advance(&o, run);
+        }
     }
 }
+
+void gck_gather(const gck_tensor *x, int64_t first, int64_t count, void *dst) { copy_values(x, first, count, dst, 1); }
 
 void gck_scatter(const gck_tensor *x, int64_t first, int64_t count, const void *src)
 {
-    const size_t item = gck_itemsize(x->dtype);
-    odometer o;
-    const char *from = src;
-
-    if (x->strides == NULL || x->ndim == 0) {
-        memcpy((char *)x->data + (size_t)first * item, src, (size_t)count * item);
-        return;
-    }
-    odometer_set(&o, x, first);
-    while (count > 0) {
-        const int64_t run = odometer_run(&o, count);
-        copy_run((char *)x->data + o.offset * (int64_t)item, x->strides[x->ndim - 1], from, 1, run, item);
-        from += (size_t)run * item;
-        count -= run;
-        odometer_advance(&o, run);
-    }
+    copy_values(x, first, count, (char *)src, 0);
 }

@@ -8,7 +8,6 @@
 #include <immintrin.h>
 
 #include "codec/format/group.h"
-#include "codec/portable/kernels_portable.h"
 #include "codec/x86/kernels_avx2.h"
 
 /* Every argument of type gck_format or gck_dtype below is a compile-time constant.  Without
@@ -27,21 +26,12 @@ enum { BATCH = 8 };
 /* The lower half of the sum with this holds an integer, rounded to nearest even. */
 #define ROUNDER 0x1.8p23f
 
-/* Two copies of a loop, so that it does not test at every store. */
-#define STREAMED(loop, to, ...)                                                                     \
-    if (can_stream(to, streaming)) {                                                                \
-        loop(__VA_ARGS__, 1);                                                                       \
-        _mm_sfence();                                                                               \
-    } else {                                                                                        \
-        loop(__VA_ARGS__, 0);                                                                       \
-    }
-
 /* ---- memory ---- */
-
-INLINE size_t group_nbytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) * (size_t)GCK_GROUP; }
 
 /* Non-temporal stores fault unless aligned, and callers guarantee less than that. */
 INLINE int can_stream(const void *p, int streaming) { return streaming && ((uintptr_t)p & 31) == 0; }
+
+#include "codec/x86/common_x86.h"
 
 INLINE void store(void *p, __m256i v, int stream)
 {
@@ -52,19 +42,10 @@ INLINE void store(void *p, __m256i v, int stream)
     }
 }
 
-/* How far ahead of its second pass a batch is prefetched, in bytes, when it has one stream.
- * Measured on Zen 3: 2 KiB takes 1.6 times as long, 16 KiB 1.1 times. */
+/* How far ahead of its second pass a batch is prefetched, in bytes, when it has one stream: that pass
+ * reads nothing new, and would leave the memory idle.  Measured on Zen 3: 2 KiB takes 1.6 times as
+ * long, 16 KiB 1.1 times. */
 enum { AHEAD = 8192 };
-
-/* Prefetch what lies `ahead` bytes further on.  The second pass over a batch reads nothing new, and
- * would leave the memory idle. */
-INLINE void prefetch(const void *p, size_t nbytes, size_t ahead)
-{
-    for (size_t at = 0; at < nbytes; at += 64) {
-        /* An integer: the address may lie beyond the tensor, where a pointer may not. */
-        _mm_prefetch((const char *)((uintptr_t)p + ahead + at), _MM_HINT_T0);
-    }
-}
 
 /* One core reads a fifth more from memory when its prefetchers follow several streams (Zen 3: with
  * stores, one stream reaches 0.82 of memcpy's bytes, four 1.03; two lie between, six are not
@@ -313,44 +294,24 @@ INLINE void store16(char *group, gck_dtype dtype, int k, v16 v, __m256i flip, st
     store(group + 32 * k, _mm256_xor_si256(w, flip), stream);
 }
 
-/* ---- odd groups ---- */
+/* ---- vectors, for templates ---- */
 
-INLINE int all_zero(const void *p, size_t nbytes, __m256i mask)
-{
-    __m256i any = _mm256_setzero_si256();
+typedef __m256i vec;
 
-    for (size_t at = 0; at < nbytes; at += 32) {
-        any = _mm256_or_si256(any, _mm256_loadu_si256((const __m256i *)((const char *)p + at)));
-    }
-    return _mm256_testz_si256(any, mask);
-}
+INLINE vec v_load(const void *p) { return _mm256_loadu_si256(p); }
+INLINE void v_store(void *p, vec v, int stream) { store(p, v, stream); }
 
-/* Encode group `index` of its tensor by the reference; dither: NULL rounds to nearest.  Zeros,
- * which padding and masks produce often, must not cost that much. */
-static __attribute__((noinline, cold, unused)) void
-encode_odd(gck_format format, gck_dtype dtype, const char *group, int64_t index, const gck_dither *dither,
-           uint8_t *codes, uint16_t *side)
-{
-    if (all_zero(group, group_nbytes(dtype), _mm256_set1_epi32(dtype == GCK_F32 ? 0x7FFFFFFF : 0x7FFF7FFF))) {
-        memset(codes, 0, gck_code_bytes(format));
-        memset(side, 0, 2 * gck_side_words(format));
-    } else if (dither != NULL) {
-        gck_kernels_portable.encode_noisy[format][dtype](group, 1, codes, side, dither, index);
-    } else {
-        gck_kernels_portable.encode[format][dtype](group, 1, codes, side, index, 0);
-    }
-}
+/* Constants are made once: see kept(). */
+INLINE vec v_kept(uint32_t word) { return kept(word); }
+INLINE vec v_all32(uint32_t word) { return _mm256_set1_epi32((int)word); }
+INLINE vec v_all16(uint32_t word) { return _mm256_set1_epi16((short)word); }
 
-static __attribute__((noinline, cold, unused)) void
-decode_odd(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side, int64_t index, char *group)
-{
-    gck_kernels_portable.decode[format][dtype](codes, side, 1, group, index, 0);
-}
+INLINE vec v_and(vec a, vec b) { return _mm256_and_si256(a, b); }
 
-/* 1 for a group of zeros as encode_odd() writes it, which is as fast as an ordinary one. */
-INLINE int is_zero_group(gck_format format, const uint8_t *codes, uint32_t stored)
-{
-    return stored == 0 && all_zero(codes, gck_code_bytes(format), _mm256_set1_epi32(-1));
-}
+/* By words: of 32 bits for float32, else of 16. */
+INLINE vec v_add(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm256_add_epi32(a, b) : _mm256_add_epi16(a, b); }
+INLINE vec v_max(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm256_max_epu32(a, b) : _mm256_max_epu16(a, b); }
+INLINE vec v_shl(vec a, int n, gck_dtype d) { return d == GCK_F32 ? _mm256_slli_epi32(a, n) : _mm256_slli_epi16(a, n); }
+INLINE vec v_shr(vec a, int n, gck_dtype d) { return d == GCK_F32 ? _mm256_srli_epi32(a, n) : _mm256_srli_epi16(a, n); }
 
 #endif

@@ -20,74 +20,14 @@
 #include <immintrin.h>
 #define INLINE static inline __attribute__((always_inline))
 #endif
-#define COLD static __attribute__((noinline, cold, unused))
 #define TABLE static const __attribute__((aligned(64), unused))
-
-#define GCK_AVX512_DTYPES(of, format) of(format, GCK_F32) of(format, GCK_F16) of(format, GCK_BF16)
-
-/* The bodies of kernels: one per format and dtype, both constants to the compiler. */
-#define GCK_AVX512_BODY(format, dtype)                                                                \
-    void gck_avx512_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
-                                              uint16_t *side, int64_t index, int streaming)           \
-    {                                                                                                 \
-        encode_groups(format, dtype, x, ngroups, codes, side, index, NULL, streaming);                \
-    }                                                                                                 \
-    void gck_avx512_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,   \
-                                                    uint16_t *side, const gck_dither *dither,         \
-                                                    int64_t index)                                    \
-    {                                                                                                 \
-        encode_groups(format, dtype, x, ngroups, codes, side, index, dither, 0);                      \
-    }                                                                                                 \
-    void gck_avx512_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,             \
-                                              int64_t ngroups, void *x, int64_t index, int streaming) \
-    {                                                                                                 \
-        decode_groups(format, dtype, codes, side, ngroups, x, index, streaming);                      \
-    }
-
-INLINE size_t group_bytes(gck_dtype dtype) { return (dtype == GCK_F32 ? 4 : 2) * (size_t)GCK_GROUP; }
-
-/* ---- groups that are not ordinary ---- */
-
-/* Encode group `index` of its tensor.  amax: its float32 bits, exact if 0; else unused.  dither:
- * NULL rounds to nearest. */
-INLINE void encode_by_reference(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index,
-                      const gck_dither *dither, uint8_t *codes, uint16_t *side)
-{
-    uint16_t noise[GCK_GROUP];
-
-    if (amax == 0) {                               /* faster: padding and dead channels are common */
-        memset(codes, 0, gck_code_bytes(format));
-        memset(side, 0, 2 * gck_side_words(format));
-        return;
-    }
-    if (dither != NULL) {
-        gck_noise_of_group(dither, index, noise);
-    }
-    gck_encode_group(format, x, dtype, GCK_GROUP, index, dither != NULL ? noise : NULL, codes, side);
-}
-
-COLD void encode_rare(gck_format format, const void *x, gck_dtype dtype, uint32_t amax, int64_t index,
-                      const gck_dither *dither, uint8_t *codes, uint16_t *side)
-{
-    encode_by_reference(format, x, dtype, amax, index, dither, codes, side);
-}
-
-COLD void decode_rare(gck_format format, const uint8_t *codes, const uint16_t *side, int64_t index, void *x,
-                      gck_dtype dtype)
-{
-    static const uint8_t zeros[GCK_GROUP];
-
-    if (!gck_is_rotated(format) && side[0] == 0 && memcmp(codes, zeros, GCK_GROUP) == 0) {    /* faster */
-        memset(x, 0, group_bytes(dtype));
-        return;
-    }
-    gck_decode_group(format, codes, side, index, x, dtype, GCK_GROUP);
-}
 
 /* ---- memory ---- */
 
 /* Non-temporal stores need the alignment; sfence() orders them before what follows. */
 INLINE int can_stream(const void *out, int streaming) { return streaming && ((uintptr_t)out & 63u) == 0; }
+
+#include "codec/x86/common_x86.h"
 
 INLINE void put(void *at, __m512i v, int stream)
 {
@@ -388,6 +328,33 @@ INLINE void tile_scales(tile *t, gck_format format, gck_dtype dtype, int noisy)
     t->ordinary = _mm512_cmplt_epu32_mask(_mm512_add_epi32(amax, all32(0u - low)), all32(end - low));
     _mm512_storeu_si512(t->stored, stored);
     _mm512_storeu_si512(t->multiplier, _mm512_castps_si512(m));
+}
+
+/* ---- vectors, for templates ---- */
+
+typedef __m512i vec;
+
+INLINE vec v_load(const void *p) { return _mm512_loadu_si512(p); }
+INLINE void v_store(void *p, vec v, int stream) { put(p, v, stream); }
+
+INLINE vec v_kept(uint32_t word) { return keep(all32(word)); }
+INLINE vec v_all32(uint32_t word) { return all32(word); }
+INLINE vec v_all16(uint32_t word) { return all16(word & 0xFFFFu); }
+
+INLINE vec v_and(vec a, vec b) { return _mm512_and_si512(a, b); }
+
+/* By words: of 32 bits for float32, else of 16. */
+INLINE vec v_add(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm512_add_epi32(a, b) : _mm512_add_epi16(a, b); }
+INLINE vec v_max(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm512_max_epu32(a, b) : _mm512_max_epu16(a, b); }
+
+INLINE vec v_shl(vec a, int n, gck_dtype d)
+{
+    return d == GCK_F32 ? _mm512_slli_epi32(a, (unsigned)n) : _mm512_slli_epi16(a, (unsigned)n);
+}
+
+INLINE vec v_shr(vec a, int n, gck_dtype d)
+{
+    return d == GCK_F32 ? _mm512_srli_epi32(a, (unsigned)n) : _mm512_srli_epi16(a, (unsigned)n);
 }
 
 #endif

@@ -96,39 +96,6 @@ INLINE int one_sign_prevails(const batch_signs *s)
     return _mm_movemask_epi8(_mm_or_si128(few, _mm_cmpgt_epi8(n, _mm_set1_epi8(GCK_MANY_NEGATIVE)))) & 0xFF;
 }
 
-INLINE int negative_of(__m256i words) { return __builtin_popcount((uint32_t)_mm256_movemask_epi8(words)); }
-
-/* 1 when at most GCK_MOST_OUTLIERS values of a group are at least a quarter of the largest, `raw` as
- * above; or when that is not looked at. */
-INLINE int few_are_far(const char *group, gck_dtype dtype, uint32_t raw)
-{
-    const __m256i *p = (const __m256i *)group;
-    int far = 0;
-
-    if (dtype == GCK_F32) {
-        const __m256i least = _mm256_set1_epi32((int)raw - 0x01000001), abs = _mm256_set1_epi32(0x7FFFFFFF);
-        for (int k = 0; k < 16; k += 4) {
-            __m256i v[4];
-            for (int i = 0; i < 4; i++) {
-                v[i] = _mm256_cmpgt_epi32(_mm256_and_si256(_mm256_loadu_si256(p + k + i), abs), least);
-            }
-            far += negative_of(_mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3])));
-        }
-        return far <= GCK_MOST_OUTLIERS;
-    }
-    const int word = (int)(raw >> 16), quarter = dtype == GCK_F16 ? 0x0800 : 0x0100;
-    if (word <= quarter + (dtype == GCK_F16 ? 0x0400 : 0x0080)) {          /* a quarter is subnormal */
-        return 1;
-    }
-    const __m256i least = _mm256_set1_epi16((short)(word - quarter - 1)), abs = _mm256_set1_epi16(0x7FFF);
-    for (int k = 0; k < 8; k += 2) {
-        const __m256i a = _mm256_cmpgt_epi16(_mm256_and_si256(_mm256_loadu_si256(p + k), abs), least);
-        const __m256i b = _mm256_cmpgt_epi16(_mm256_and_si256(_mm256_loadu_si256(p + k + 1), abs), least);
-        far += negative_of(_mm256_packs_epi16(a, b));
-    }
-    return far <= GCK_MOST_OUTLIERS;
-}
-
 /* Bit j: group j is doubtful, or has an escape; amax: of its y, float32 bits. */
 INLINE int doubtful_groups(const char *group, gck_dtype dtype, int n, const batch_signs *s, __m256i amax,
                            load_constants c)
@@ -148,7 +115,7 @@ INLINE int doubtful_groups(const char *group, gck_dtype dtype, int n, const batc
     _mm256_store_si256((__m256i *)m, raw);
     for (int left = _mm256_movemask_ps(peaked) & ~doubt & ((1 << n) - 1); left != 0; left &= left - 1) {
         const int j = __builtin_ctz((unsigned)left);
-        doubt |= few_are_far(group + (size_t)j * group_nbytes(dtype), dtype, m[j]) << j;
+        doubt |= few_are_far(dtype, group + (size_t)j * group_nbytes(dtype), dtype == GCK_F32 ? m[j] : m[j] >> 16) << j;
     }
     return doubt;
 }

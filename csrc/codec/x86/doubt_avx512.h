@@ -63,7 +63,7 @@ INLINE void signs_of_tile(gck_dtype dtype, const void *x, int n, tile_signs *t)
     for (int i = 0; i < TILE; i++) {
         maxima[i] = _mm_setzero_si128();
         if (i < n) {
-            const int negative = signs_of_group(dtype, (const char *)x + (size_t)i * group_bytes(dtype), maxima + i);
+            const int negative = signs_of_group(dtype, (const char *)x + (size_t)i * group_nbytes(dtype), maxima + i);
             many |= (uint32_t)((uint32_t)(negative - GCK_FEW_NEGATIVE) > GCK_MANY_NEGATIVE - GCK_FEW_NEGATIVE) << i;
         }
     }
@@ -94,31 +94,12 @@ INLINE void signs_of_tile(gck_dtype dtype, const void *x, int n, tile_signs *t)
         | _mm512_cmp_ps_mask(_mm512_mul_ps(smaller, _mm512_set1_ps(4.f)), largest, _CMP_LT_OQ);
 }
 
-/* 1 when at most GCK_MOST_OUTLIERS values are at least a quarter of the largest; or when that is not
- * looked at. */
-INLINE int few_are_far(const constants *c, gck_dtype dtype, const void *x, uint32_t raw)
-{
-    const uint32_t quarter = dtype == GCK_F32 ? 2u << 23 : dtype == GCK_BF16 ? 2u << 7 : 2u << 10;
-    int far = 0;
-
-    if (raw <= quarter + quarter / 2) {                                    /* a quarter is subnormal */
-        return 1;
-    }
-    for (int k = 0; k < (dtype == GCK_F32 ? 8 : 4); k++) {
-        const __m512i v = _mm512_and_si512(_mm512_loadu_si512((const char *)x + 64 * k), c->abs);
-        far += dtype == GCK_F32
-            ? __builtin_popcount(_mm512_cmpgt_epi32_mask(v, all32(raw - quarter - 1u)))
-            : __builtin_popcount(_mm512_cmpgt_epu16_mask(v, all16(raw - quarter - 1u)));
-    }
-    return far <= GCK_MOST_OUTLIERS;
-}
-
 /* Of group i, whose first value is at x; amax: of its y. */
-INLINE int is_doubtful(const constants *c, gck_dtype dtype, const void *x, const tile_signs *t, int i, uint32_t amax)
+INLINE int is_doubtful(gck_dtype dtype, const void *x, const tile_signs *t, int i, uint32_t amax)
 {
     const float y = gck_float(amax);
 
-    return (t->doubtful >> i & 1u) | (y > t->flat[i]) || (y < t->peaked[i] && few_are_far(c, dtype, x, t->raw[i]));
+    return (t->doubtful >> i & 1u) | (y > t->flat[i]) || (y < t->peaked[i] && few_are_far(dtype, x, t->raw[i]));
 }
 
 #endif

@@ -3,28 +3,13 @@
 
 #include "codec/x86/avx2.h"
 #include "codec/portable/lossless_portable.h"
-#include "codec/x86/prefetch.h"
 
-typedef __m256i vec;
-
-INLINE vec v_load(const void *p) { return _mm256_loadu_si256(p); }
-INLINE void v_store(void *p, vec v, int stream) { store(p, v, stream); }
-
-/* Constants are made once: see kept(). */
-INLINE vec v_all32(uint32_t word) { return _mm256_set1_epi32((int)word); }
-INLINE vec v_all16(uint32_t word) { return _mm256_set1_epi16((short)word); }
-
-INLINE vec v_and(vec a, vec b) { return _mm256_and_si256(a, b); }
 INLINE vec v_or(vec a, vec b) { return _mm256_or_si256(a, b); }
 INLINE vec v_andnot(vec a, vec b) { return _mm256_andnot_si256(a, b); }
 
 /* By words: of 32 bits for float32, else of 16. */
-INLINE vec v_add(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm256_add_epi32(a, b) : _mm256_add_epi16(a, b); }
 INLINE vec v_sub(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm256_sub_epi32(a, b) : _mm256_sub_epi16(a, b); }
-INLINE vec v_max(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm256_max_epu32(a, b) : _mm256_max_epu16(a, b); }
 INLINE vec v_min(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm256_min_epu32(a, b) : _mm256_min_epu16(a, b); }
-INLINE vec v_shl(vec a, int n, gck_dtype d) { return d == GCK_F32 ? _mm256_slli_epi32(a, n) : _mm256_slli_epi16(a, n); }
-INLINE vec v_shr(vec a, int n, gck_dtype d) { return d == GCK_F32 ? _mm256_srli_epi32(a, n) : _mm256_srli_epi16(a, n); }
 
 INLINE vec v_subs16(vec a, vec b) { return _mm256_subs_epu16(a, b); }
 INLINE vec v_subs8(vec a, vec b) { return _mm256_subs_epu8(a, b); }

@@ -2,35 +2,13 @@
 #if defined(__x86_64__)
 #include "codec/x86/avx512.h"
 #include "codec/portable/lossless_portable.h"
-#include "codec/x86/prefetch.h"
 
-typedef __m512i vec;
-
-INLINE vec v_load(const void *p) { return _mm512_loadu_si512(p); }
-INLINE void v_store(void *p, vec v, int stream) { put(p, v, stream); }
-
-INLINE vec v_all32(uint32_t word) { return all32(word); }
-INLINE vec v_all16(uint32_t word) { return all16(word & 0xFFFFu); }
-
-INLINE vec v_and(vec a, vec b) { return _mm512_and_si512(a, b); }
 INLINE vec v_or(vec a, vec b) { return _mm512_or_si512(a, b); }
 INLINE vec v_andnot(vec a, vec b) { return _mm512_andnot_si512(a, b); }
 
 /* By words: of 32 bits for float32, else of 16. */
-INLINE vec v_add(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm512_add_epi32(a, b) : _mm512_add_epi16(a, b); }
 INLINE vec v_sub(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm512_sub_epi32(a, b) : _mm512_sub_epi16(a, b); }
-INLINE vec v_max(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm512_max_epu32(a, b) : _mm512_max_epu16(a, b); }
 INLINE vec v_min(vec a, vec b, gck_dtype d) { return d == GCK_F32 ? _mm512_min_epu32(a, b) : _mm512_min_epu16(a, b); }
-
-INLINE vec v_shl(vec a, int n, gck_dtype d)
-{
-    return d == GCK_F32 ? _mm512_slli_epi32(a, (unsigned)n) : _mm512_slli_epi16(a, (unsigned)n);
-}
-
-INLINE vec v_shr(vec a, int n, gck_dtype d)
-{
-    return d == GCK_F32 ? _mm512_srli_epi32(a, (unsigned)n) : _mm512_srli_epi16(a, (unsigned)n);
-}
 
 INLINE vec v_add8(vec a, vec b) { return _mm512_add_epi8(a, b); }
 INLINE vec v_subs16(vec a, vec b) { return _mm512_subs_epu16(a, b); }

@@ -1,7 +1,7 @@
 /* lossless_vector.h: lossless, for vectors of any width.
  *
- * A template: lossless_avx2.c and lossless_avx512.c define `vec`, the v_ functions on it,
- * can_stream() and ISA, and include this file, which defines their kernels.  `dtype` is a constant
+ * A template: lossless_avx2.c and lossless_avx512.c define more v_ functions and ISA,
+ * and include this file, which defines their kernels.  `dtype` is a constant
  * everywhere.  Groups whose base is not their largest exponent, or that have no finite one, go to
  * the reference.
  *
@@ -177,7 +177,7 @@ INLINE int encode_blocks(gck_dtype dtype, const char *x, int64_t ngroups, gck_lo
 
         /* One group ahead, so that no instruction waits for its base. */
         next = range_of(x + (g + 1 < ngroups ? stride : 0), dtype);
-        gck_ask_ahead(x, stride);
+        prefetch(x, stride, NEXT_PAGE);
         if (g % GCK_BLOCK_GROUPS == 0) {
             memset(to.arenas + g / GCK_BLOCK_GROUPS * GCK_ARENA, 0, GCK_ARENA);
             used = 0;
@@ -305,30 +305,16 @@ INLINE void decode_blocks(gck_dtype dtype, gck_lossless_parts from, int64_t ngro
     }
 }
 
-#define KERNEL_OF(isa, function) gck_##isa##_lossless_##function
-#define KERNEL(isa, function) KERNEL_OF(isa, function)
-
-/* Two copies of a loop, so that it does not test at every store. */
 #define KERNELS(suffix, dtype)                                                                                        \
-    int KERNEL(ISA, encode_##suffix)(const void *x, int64_t ngroups, gck_lossless_parts to, int streaming)            \
+    int KERNEL(ISA, lossless_encode_##suffix)(const void *x, int64_t ngroups, gck_lossless_parts to, int streaming)   \
     {                                                                                                                 \
         int status;                                                                                                   \
-        if (can_stream(to.words, streaming)) {                                                                        \
-            status = encode_blocks(dtype, x, ngroups, to, 1);                                                         \
-            _mm_sfence();                                                                                             \
-        } else {                                                                                                      \
-            status = encode_blocks(dtype, x, ngroups, to, 0);                                                         \
-        }                                                                                                             \
+        STREAMED(status = encode_blocks, to.words, dtype, x, ngroups, to)                                             \
         return status;                                                                                                \
     }                                                                                                                 \
-    void KERNEL(ISA, decode_##suffix)(gck_lossless_parts from, int64_t ngroups, void *x, int streaming)               \
+    void KERNEL(ISA, lossless_decode_##suffix)(gck_lossless_parts from, int64_t ngroups, void *x, int streaming)      \
     {                                                                                                                 \
-        if (can_stream(x, streaming)) {                                                                               \
-            decode_blocks(dtype, from, ngroups, x, 1);                                                                \
-            _mm_sfence();                                                                                             \
-        } else {                                                                                                      \
-            decode_blocks(dtype, from, ngroups, x, 0);                                                                \
-        }                                                                                                             \
+        STREAMED(decode_blocks, x, dtype, from, ngroups, x)                                                           \
     }
 KERNELS(f32, GCK_F32)
 KERNELS(f16, GCK_F16)

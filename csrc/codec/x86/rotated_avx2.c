@@ -101,12 +101,6 @@ INLINE int put_noisy_group(gck_format format, const __m256 y[16], float multipli
 
 /* ---- encode: groups ---- */
 
-/* Encode or decode group `index` by the reference, with the instructions that this file may use.  amax: of
- * y, if the group may be ordinary, and then the answer is whether it was not; 0: by all means. */
-typedef int encode_unusual(const char *group, float amax, int64_t index, const gck_dither *dither, uint8_t *codes,
-                           uint16_t *side);
-typedef void decode_unusual(const uint8_t *codes, const uint16_t *side, int64_t index, char *group);
-
 /* Encode int8 and int6.  dither: NULL rounds to nearest. */
 INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
                    uint16_t *scales, int64_t index, const gck_dither *dither, encode_unusual *unusual, int stream)
@@ -396,64 +390,9 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
     }
 }
 
-/* ---- kernels ---- */
-
-/* Zeros, which padding and masks produce often, must not cost that much. */
-INLINE int encode_by_reference(gck_format format, gck_dtype dtype, const char *group, int64_t index,
-                               const gck_dither *dither, uint8_t *codes, uint16_t *side)
-{
-    uint16_t noise[GCK_GROUP];
-
-    if (all_zero(group, group_nbytes(dtype), _mm256_set1_epi32(dtype == GCK_F32 ? 0x7FFFFFFF : 0x7FFF7FFF))) {
-        memset(codes, 0, gck_code_bytes(format));
-        memset(side, 0, 2 * gck_side_words(format));
-        return 1;
-    }
-    if (dither != NULL) {
-        gck_noise_of_group(dither, index, noise);
-    }
-    gck_encode_group(format, group, dtype, GCK_GROUP, index, dither != NULL ? noise : NULL, codes, side);
-    return 1;
-}
-
-#define KERNELS(format, dtype, encode)                                                                         \
-    static __attribute__((noinline)) int encode_unusual_##format##_##dtype(                                    \
-        const char *group, float amax, int64_t index, const gck_dither *dither, uint8_t *codes,                \
-        uint16_t *side)                                                                                        \
-    {                                                                                                          \
-        return amax > 0.f                                                                                      \
-            ? gck_encode_unusual(format, group, dtype, amax, index, dither, codes, side)                       \
-            : encode_by_reference(format, dtype, group, index, dither, codes, side);                           \
-    }                                                                                                          \
-    static __attribute__((noinline)) void decode_unusual_##format##_##dtype(                                   \
-        const uint8_t *codes, const uint16_t *side, int64_t index, char *group)                                \
-    {                                                                                                          \
-        gck_decode_group(format, codes, side, index, group, dtype, GCK_GROUP);                                 \
-    }                                                                                                          \
-    void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,                    \
-                                            uint16_t *side, int64_t index, int streaming)                      \
-    {                                                                                                          \
-        STREAMED(encode, codes, format, dtype, x, ngroups, codes, side, index, NULL,                           \
-                 encode_unusual_##format##_##dtype)                                                            \
-    }                                                                                                          \
-    void gck_avx2_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,              \
-                                                  uint16_t *side, const gck_dither *dither,                    \
-                                                  int64_t index)                                               \
-    {                                                                                                          \
-        encode(format, dtype, x, ngroups, codes, side, index, dither, encode_unusual_##format##_##dtype, 0);   \
-    }                                                                                                          \
-    void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,                        \
-                                            int64_t ngroups, void *x, int64_t index, int streaming)            \
-    {                                                                                                          \
-        STREAMED(decode, x, format, dtype, codes, side, ngroups, x, index, decode_unusual_##format##_##dtype)  \
-    }
-#define DTYPES(format, encode)                                                                      \
-    KERNELS(format, GCK_F32, encode)                                                                \
-    KERNELS(format, GCK_F16, encode)                                                                \
-    KERNELS(format, GCK_BF16, encode)
-DTYPES(GCK_INT8, encode)
-DTYPES(GCK_INT6, encode)
-DTYPES(GCK_INT4, encode_int4)
+X86_DTYPES(avx2, GCK_INT8, encode, decode)
+X86_DTYPES(avx2, GCK_INT6, encode, decode)
+X86_DTYPES(avx2, GCK_INT4, encode_int4, decode)
 
 #else
 typedef int gck_rotated_avx2_is_empty;   /* ISO C requires a declaration in every file */

@@ -79,7 +79,7 @@ INLINE void rotate_group(const constants *c, gck_format format, gck_dtype dtype,
         rotate(c, dtype, x, NULL, signs, r->y);
         r->amax = rotated_max_bits(r->y);
     }
-    r->doubtful = is_doubtful(c, dtype, x, t, i, r->amax);
+    r->doubtful = is_doubtful(dtype, x, t, i, r->amax);
 }
 
 /* How many of 64 codes have different upper two bits. */
@@ -156,12 +156,6 @@ INLINE void pack_nearest_group(const constants *c, gck_format format, gck_dtype 
     pack_group(c, format, t0, t1, stored, codes, side, stream);
 }
 
-/* Encode or decode group `index` by the reference, with the instructions that this file may use.  amax: of
- * y, if the group may be ordinary, and then the answer is whether it was not; 0: by all means. */
-typedef int encode_unusual(const void *x, uint32_t raw, float amax, int64_t index, const gck_dither *dither,
-                           uint8_t *codes, uint16_t *side);
-typedef void decode_unusual(const uint8_t *codes, const uint16_t *side, int64_t index, void *x);
-
 INLINE void encode_group(const constants *c, gck_format format, gck_dtype dtype, const void *x, const rotated *r,
                          int64_t index, const gck_dither *dither, encode_unusual *unusual, uint8_t *codes,
                          uint16_t *side, int stream)
@@ -170,7 +164,7 @@ INLINE void encode_group(const constants *c, gck_format format, gck_dtype dtype,
     const int ordinary = format == GCK_INT4 ? r->amax - 1u < ~0u - 1u && stored >= r->least : ordinary_rotated(r->amax);
 
     if ((!ordinary || r->doubtful)
-        && unusual(x, r->raw, ordinary ? gck_float(r->amax) : 0.f, index, dither, codes, side)) {
+        && unusual(x, ordinary ? gck_float(r->amax) : 0.f, index, dither, codes, side)) {
         return;
     }
     const __m512 inverse = _mm512_set1_ps(gck_inverse(format, 0, stored));
@@ -189,11 +183,10 @@ INLINE void encode_group(const constants *c, gck_format format, gck_dtype dtype,
  * operations, is being computed. */
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
                           uint8_t *codes, uint16_t *side, int64_t index, const gck_dither *dither,
-                          encode_unusual *unusual, int streaming)
+                          encode_unusual *unusual, int stream)
 {
-    const int stream = can_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
-    const size_t stride = group_bytes(dtype), ncodes = gck_code_bytes(format), words = gck_side_words(format);
+    const size_t stride = group_nbytes(dtype), ncodes = gck_code_bytes(format), words = gck_side_words(format);
     const philox p = philox_of(dither);
     const char *at = x;
     tile_signs t = {.doubtful = 0};
@@ -217,9 +210,6 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
         }
         rotate_group(&c, format, dtype, at, index + g, &t, (int)(g % TILE), &p, &a);
         encode_group(&c, format, dtype, at, &a, index + g, dither, unusual, codes, side, stream);
-    }
-    if (stream) {
-        _mm_sfence();
     }
 }
 
@@ -300,9 +290,8 @@ INLINE uint32_t ordinary_step(gck_format format, const uint16_t *side)
 }
 
 INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *side,
-                          int64_t ngroups, void *x, int64_t index, decode_unusual *unusual, int streaming)
+                          int64_t ngroups, void *x, int64_t index, decode_unusual *unusual, int stream)
 {
-    const int stream = can_stream(x, streaming);
     const constants c = make_constants(format, dtype);
     char *at = x;
 
@@ -316,53 +305,13 @@ INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *cod
         }
         codes += gck_code_bytes(format);
         side += gck_side_words(format);
-        at += group_bytes(dtype);
-    }
-    if (stream) {
-        _mm_sfence();
+        at += group_nbytes(dtype);
     }
 }
 
-/* ---- kernels ---- */
-
-#define BODY(format, dtype)                                                                                     \
-    static __attribute__((noinline)) int encode_unusual_##format##_##dtype(                                     \
-        const void *x, uint32_t raw, float amax, int64_t index, const gck_dither *dither, uint8_t *codes,       \
-        uint16_t *side)                                                                                         \
-    {                                                                                                           \
-        if (amax > 0.f) {                                                                                       \
-            return gck_encode_unusual(format, x, dtype, amax, index, dither, codes, side);                      \
-        }                                                                                                       \
-        encode_by_reference(format, x, dtype, raw, index, dither, codes, side);                                 \
-        return 1;                                                                                               \
-    }                                                                                                           \
-    static __attribute__((noinline)) void decode_unusual_##format##_##dtype(                                    \
-        const uint8_t *codes, const uint16_t *side, int64_t index, void *x)                                     \
-    {                                                                                                           \
-        gck_decode_group(format, codes, side, index, x, dtype, GCK_GROUP);                                      \
-    }                                                                                                           \
-    void gck_avx512_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,                   \
-                                              uint16_t *side, int64_t index, int streaming)                     \
-    {                                                                                                           \
-        encode_groups(format, dtype, x, ngroups, codes, side, index, NULL, encode_unusual_##format##_##dtype,   \
-                      streaming);                                                                               \
-    }                                                                                                           \
-    void gck_avx512_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,             \
-                                                    uint16_t *side, const gck_dither *dither,                   \
-                                                    int64_t index)                                              \
-    {                                                                                                           \
-        encode_groups(format, dtype, x, ngroups, codes, side, index, dither, encode_unusual_##format##_##dtype, \
-                      0);                                                                                       \
-    }                                                                                                           \
-    void gck_avx512_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *side,                       \
-                                              int64_t ngroups, void *x, int64_t index, int streaming)           \
-    {                                                                                                           \
-        decode_groups(format, dtype, codes, side, ngroups, x, index, decode_unusual_##format##_##dtype,         \
-                      streaming);                                                                               \
-    }
-GCK_AVX512_DTYPES(BODY, GCK_INT8)
-GCK_AVX512_DTYPES(BODY, GCK_INT6)
-GCK_AVX512_DTYPES(BODY, GCK_INT4)
+X86_DTYPES(avx512, GCK_INT8, encode_groups, decode_groups)
+X86_DTYPES(avx512, GCK_INT6, encode_groups, decode_groups)
+X86_DTYPES(avx512, GCK_INT4, encode_groups, decode_groups)
 
 #else
 typedef int gck_rotated_avx512_is_empty;       /* ISO C requires a declaration in every file */

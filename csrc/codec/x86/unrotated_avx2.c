@@ -67,19 +67,6 @@ INLINE __m256i fp8_bytes(gck_format format, v16 first, v16 second, __m256 m, con
     return _mm256_or_si256(_mm256_packus_epi16(abs_a, abs_b), _mm256_and_si256(_mm256_packs_epi16(a, b), c.sign));
 }
 
-/* 1 when a nonzero bfloat16 is below `normal` in magnitude: its code may be a subnormal. */
-static __attribute__((noinline)) int any_subnormal(const char *group, uint32_t normal)
-{
-    const __m256i end = _mm256_set1_epi16((short)normal), mask = _mm256_set1_epi16(0x7FFF);
-    __m256i any = _mm256_setzero_si256();
-
-    for (int k = 0; k < 8; k++) {
-        const __m256i abs = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)group + k), mask);
-        any = _mm256_or_si256(any, _mm256_and_si256(abs, _mm256_cmpgt_epi16(end, abs)));
-    }
-    return !_mm256_testz_si256(any, any);
-}
-
 /* fp8_e4m3 of bfloat16 by fp8_tables.h: (word + byte) >> 4 is the code, except for the sum of the
  * two exponents.  Zeros lie below that and become 0.  Returns 0 for a group that has to be encoded
  * again, because some code may be a subnormal. */
@@ -110,7 +97,7 @@ INLINE int encode_e4m3_bf16(const char *group, uint32_t stored, float multiplier
     /* The least normal code is 8.  Many groups have zeros below it; few have anything else
      * there. */
     return _mm256_movemask_epi8(_mm256_cmpgt_epi8(_mm256_set1_epi8(8), least)) == 0
-        || !any_subnormal(group, (128u - exponent) << 7);
+        || !any_subnormal((const uint16_t *)group, (128u - exponent) << 7);
 }
 
 /* ---- encode ---- */
@@ -144,7 +131,7 @@ INLINE void encode_group(gck_format format, gck_dtype dtype, const char *group, 
 }
 
 INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups, uint8_t *codes,
-                   uint16_t *scales, const gck_dither *dither, int64_t index, int stream)
+                   uint16_t *scales, int64_t index, const gck_dither *dither, encode_unusual *unusual, int stream)
 {
     const uint32_t limit = gck_limit(dtype), large = 0x45FFFFFFu;   /* the last below GCK_LARGE */
     const uint32_t top = gck_is_fp8(format) && large < limit ? large : limit;
@@ -169,8 +156,8 @@ INLINE void encode(gck_format format, gck_dtype dtype, const void *x, int64_t ng
         for (int j = 0; j < n; j++, group += stride) {
             uint8_t *out = codes + (first + j) * GCK_GROUP;
             prefetch(group, stride, ahead_of(stride, stream));
-            if (s.odd >> j & 1) {
-                encode_odd(format, dtype, group, index + first + j, dither, out, scales + first + j);
+            if (__builtin_expect(s.odd >> j & 1, 0)) {
+                unusual(group, 0.f, index + first + j, dither, out, scales + first + j);
                 continue;
             }
             scales[first + j] = s.stored[j];
@@ -336,7 +323,7 @@ INLINE void decode_integers(gck_dtype dtype, const uint8_t *codes, __m256 step, 
 /* ---- decode ---- */
 
 INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales, int64_t ngroups,
-                   void *x, int stream)
+                   void *x, int64_t index, decode_unusual *unusual, int stream)
 {
     const size_t stride = group_nbytes(dtype);
     const store_constants c = store_constants_of();
@@ -344,10 +331,11 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
     const integer_constants i = integer_constants_of();
     char *group = x;
 
+    (void)index;                                 /* nothing depends on it */
     for (int64_t g = 0; g < ngroups; g++, codes += GCK_GROUP, group += stride) {
         const int ordinary = gck_is_fp8(format) ? fp8_step_is_ordinary(format, scales[g]) : step_is_ordinary(scales[g]);
         if (!ordinary && !is_zero_group(format, codes, scales[g])) {
-            decode_odd(format, dtype, codes, scales + g, 0, group);
+            unusual(codes, scales + g, 0, group);
         } else if (!gck_is_fp8(format)) {
             decode_integers(dtype, codes, step_of(scales[g]), group, i, c, stream);
         } else if (dtype == GCK_BF16) {
@@ -358,30 +346,9 @@ INLINE void decode(gck_format format, gck_dtype dtype, const uint8_t *codes, con
     }
 }
 
-/* ---- kernels ---- */
-
-#define KERNELS(format, dtype)                                                                      \
-    void gck_avx2_encode_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,         \
-                                            uint16_t *scales, int64_t index, int streaming)         \
-    {                                                                                               \
-        STREAMED(encode, codes, format, dtype, x, ngroups, codes, scales, NULL, index)              \
-    }                                                                                               \
-    void gck_avx2_encode_noisy_##format##_##dtype(const void *x, int64_t ngroups, uint8_t *codes,   \
-                                                  uint16_t *scales, const gck_dither *dither,       \
-                                                  int64_t index)                                    \
-    {                                                                                               \
-        encode(format, dtype, x, ngroups, codes, scales, dither, index, 0);                         \
-    }                                                                                               \
-    void gck_avx2_decode_##format##_##dtype(const uint8_t *codes, const uint16_t *scales,           \
-                                            int64_t ngroups, void *x, int64_t index, int streaming) \
-    {                                                                                               \
-        (void)index;                                                                                \
-        STREAMED(decode, x, format, dtype, codes, scales, ngroups, x)                               \
-    }
-#define DTYPES(format) KERNELS(format, GCK_F32) KERNELS(format, GCK_F16) KERNELS(format, GCK_BF16)
-DTYPES(GCK_E4M3)
-DTYPES(GCK_E5M2)
-DTYPES(GCK_INT8_PLAIN)
+X86_DTYPES(avx2, GCK_E4M3, encode, decode)
+X86_DTYPES(avx2, GCK_E5M2, encode, decode)
+X86_DTYPES(avx2, GCK_INT8_PLAIN, encode, decode)
 
 #else
 typedef int gck_unrotated_avx2_is_empty;     /* ISO C requires a declaration in every file */

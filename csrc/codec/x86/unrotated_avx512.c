@@ -71,18 +71,6 @@ INLINE __m512i encode_half(const constants *c, gck_format format, gck_dtype dtyp
     return natural_bytes(blend_one(signs, c->sign_bytes, codes), dtype);
 }
 
-/* 1 when a nonzero bfloat16 is below `normal` in magnitude: its code may be a subnormal. */
-static __attribute__((noinline)) int any_subnormal(const void *x, uint32_t normal)
-{
-    __mmask32 any = 0;
-
-    for (int k = 0; k < 4; k++) {
-        const __m512i abs = _mm512_and_si512(_mm512_loadu_si512((const char *)x + 64 * k), all16(0x7FFFu));
-        any |= _mm512_cmpgt_epu16_mask(all16(normal), abs) & _mm512_test_epi16_mask(abs, abs);
-    }
-    return any != 0;
-}
-
 /* fp8_e4m3 of bfloat16 by fp8_tables.h: (word + byte) >> 4 is the code, except for the sum of the
  * two exponents.  Zeros lie below that and become 0.  Returns 0 for a group that has to be encoded
  * again, because some code may be a subnormal. */
@@ -137,28 +125,28 @@ INLINE void encode_integers(const constants *c, gck_dtype dtype, const void *x, 
 }
 
 INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int64_t ngroups,
-                          uint8_t *codes, uint16_t *scales, int64_t index, const gck_dither *dither, int streaming)
+                          uint8_t *codes, uint16_t *scales, int64_t index, const gck_dither *dither,
+                          encode_unusual *unusual, int stream)
 {
-    const int stream = can_stream(codes, streaming);
     const constants c = make_constants(format, dtype);
     const philox p = philox_of(dither);
     tile t = {.ordinary = 0};
     __m512i noise[4];
 
     for (int64_t first = 0; first < ngroups; first += TILE) {
-        const char *xt = (const char *)x + (size_t)first * group_bytes(dtype);
+        const char *xt = (const char *)x + (size_t)first * group_nbytes(dtype);
         const int count = (int)(ngroups - first < TILE ? ngroups - first : TILE);
 
         for (int i = 0; i < count; i++) {
-            t.amax[i] = abs_max_bits(&c, xt + (size_t)i * group_bytes(dtype), dtype);
+            t.amax[i] = abs_max_bits(&c, xt + (size_t)i * group_nbytes(dtype), dtype);
         }
         tile_scales(&t, format, dtype, dither != NULL);
         for (int i = 0; i < count; i++) {
-            const char *xg = xt + (size_t)i * group_bytes(dtype);
+            const char *xg = xt + (size_t)i * group_nbytes(dtype);
             uint8_t *cg = codes + (first + i) * GCK_GROUP;
 
-            if (!(t.ordinary >> i & 1)) {
-                encode_rare(format, xg, dtype, t.amax[i], index + first + i, dither, cg, scales + first + i);
+            if (__builtin_expect(!(t.ordinary >> i & 1), 0)) {
+                unusual(xg, 0.f, index + first + i, dither, cg, scales + first + i);
                 continue;
             }
             const __m512 m = _mm512_set1_ps(t.multiplier[i]);
@@ -178,9 +166,6 @@ INLINE void encode_groups(gck_format format, gck_dtype dtype, const void *x, int
                 encode_integers(&c, dtype, xg, m, bits, cg, stream);
             }
         }
-    }
-    if (stream) {
-        _mm_sfence();
     }
 }
 
@@ -300,30 +285,27 @@ INLINE void decode_integers(const constants *c, gck_dtype dtype, const uint8_t *
 /* ---- decode ---- */
 
 INLINE void decode_groups(gck_format format, gck_dtype dtype, const uint8_t *codes, const uint16_t *scales,
-                          int64_t ngroups, void *x, int64_t index, int streaming)
+                          int64_t ngroups, void *x, int64_t index, decode_unusual *unusual, int stream)
 {
-    const int stream = can_stream(x, streaming);
     const constants c = make_constants(format, dtype);
 
     for (int64_t g = 0; g < ngroups; g++) {
-        char *xg = (char *)x + (size_t)g * group_bytes(dtype);
+        char *xg = (char *)x + (size_t)g * group_nbytes(dtype);
+        const int ordinary = ordinary_scale(format, scales[g]);
 
-        if (!ordinary_scale(format, scales[g])) {
-            decode_rare(format, codes + g * GCK_GROUP, scales + g, index + g, xg, dtype);
+        if (__builtin_expect(!ordinary && !is_zero_group(format, codes + g * GCK_GROUP, scales[g]), 0)) {
+            unusual(codes + g * GCK_GROUP, scales + g, index + g, xg);
         } else if (gck_is_fp8(format)) {
             decode_fp8(&c, format, dtype, codes + g * GCK_GROUP, scales[g], xg, stream);
         } else {
             decode_integers(&c, dtype, codes + g * GCK_GROUP, scales[g], xg, stream);
         }
     }
-    if (stream) {
-        _mm_sfence();
-    }
 }
 
-GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_E4M3)
-GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_E5M2)
-GCK_AVX512_DTYPES(GCK_AVX512_BODY, GCK_INT8_PLAIN)
+X86_DTYPES(avx512, GCK_E4M3, encode_groups, decode_groups)
+X86_DTYPES(avx512, GCK_E5M2, encode_groups, decode_groups)
+X86_DTYPES(avx512, GCK_INT8_PLAIN, encode_groups, decode_groups)
 
 #else
 typedef int gck_unrotated_avx512_is_empty;     /* ISO C requires a declaration in every file */

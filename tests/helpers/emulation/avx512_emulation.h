@@ -561,6 +561,7 @@ OP __m512i _mm512_inserti32x4(__m512i a, __m128i b, int lane)
 #ifndef _CMP_LT_OQ                            /* immintrin.h has them too */
 #define _CMP_LT_OQ 0x11
 #define _CMP_GE_OQ 0x1D
+#define _CMP_UNORD_Q 0x03
 #endif
 
 INTEGERS(_mm512_mul_epu32, u64, 8, (uint64_t)a.u32[2 * i] * b.u32[2 * i])
@@ -634,11 +635,12 @@ OP __mmask16 _mm512_movepi32_mask(__m512i a)
 OP __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how)
 {
     __mmask16 m = 0;
-    if (how != _CMP_LT_OQ && how != _CMP_GE_OQ) {
+    if (how != _CMP_LT_OQ && how != _CMP_GE_OQ && how != _CMP_UNORD_Q) {
         __builtin_trap();
     }
     for (int i = 0; i < 16; i++) {
-        m |= (__mmask16)((how == _CMP_LT_OQ ? a.f[i] < b.f[i] : a.f[i] >= b.f[i]) << i);
+        const int unordered = !(a.f[i] <= b.f[i]) && !(a.f[i] >= b.f[i]);
+        m |= (__mmask16)((how == _CMP_LT_OQ ? a.f[i] < b.f[i] : how == _CMP_GE_OQ ? a.f[i] >= b.f[i] : unordered) << i);
     }
     return m;
 }
