@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from gradckpt import _C
+from gradckpt._C import OP_LABEL, OP_SAVE
 from gradckpt._engine import saved_roles, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import module_behind
-from gradckpt._engine.op_policy import LABEL, SAVE, Policy
+from gradckpt._engine.op_policy import Policy
 from gradckpt._engine.user_lines import ENGINES, outside
 from gradckpt._stats import advice, format_bytes
 
@@ -165,7 +166,7 @@ class _Recorder:
         for store, policy, place in self.stores:
             for op, calls in store.storage.items():
                 rule = policy.rules.get(op) if isinstance(policy, Policy) else None
-                if rule is not None and rule.keep not in (SAVE, LABEL):
+                if rule is not None and rule.keep not in (OP_SAVE, OP_LABEL):
                     continue  # kept by replay_discrete
                 for kept in private.tree_leaves(list(calls.values())):
                     value = getattr(kept, "val", None)

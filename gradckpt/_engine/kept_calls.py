@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from gradckpt import _C
 from gradckpt._config import warn_inactive
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.side_effects import generator_states, restore_generators
+from gradckpt._engine.side_effects import generator_states, restore_generators, without_policies
 from gradckpt._engine.torch_objects import raise_modified
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -189,14 +189,13 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
     region.calls[_NOW] = name
     pack = _Packer(region, kept, inputs, around)
     region.calls[name] = kept
-    _C.hide_operators(1)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-            result = function(*args, **kwargs)
-        outputs, kept.spec = private.tree_flatten(result)
-        kept.outputs = [_keep_output(name, x, leaves) for x in outputs]
+        with without_policies():
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+                result = function(*args, **kwargs)
+            outputs, kept.spec = private.tree_flatten(result)
+            kept.outputs = [_keep_output(name, x, leaves) for x in outputs]
     finally:
-        _C.hide_operators(-1)
         del region.calls[_NOW]
         pack.now = None
     inputs.check()
@@ -237,30 +236,25 @@ def _storages(kept: _Kept) -> list[int]:
 
 def _skip(region: _Region, name: str, kept: _Kept, args: Any, kwargs: Any) -> Any:
     """Return the outputs of a kept call in the recompute, and hand over its arguments."""
-    _C.hide_operators(1)
-    try:
-        return _skip_hidden(region, name, kept, private.tree_leaves((args, kwargs)))
-    finally:
-        _C.hide_operators(-1)
-
-
-def _skip_hidden(region: _Region, name: str, kept: _Kept, leaves: list[Any]) -> Any:
-    for i, view in kept.inputs:
-        x = leaves[i] if i < len(leaves) else None
-        if not isinstance(x, torch.Tensor):
-            raise RuntimeError(
-                f"gradckpt: the recompute calls {name!r} with other arguments than the forward; make both calls alike"
-            )
-        with torch.no_grad():
-            x = x.detach()
-            if view is not None:
-                x = x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
-            region.pack(x)
-    if not kept.returned:  # a backward inside the call needs no more than what was saved before it
-        raise private.StopRecomputation
-    if kept.random is not None:
-        restore_generators(kept.random)
-    return private.tree_unflatten([_output(name, out, leaves) for out in kept.outputs], kept.spec)
+    leaves = private.tree_leaves((args, kwargs))
+    with without_policies():
+        for i, view in kept.inputs:
+            x = leaves[i] if i < len(leaves) else None
+            if not isinstance(x, torch.Tensor):
+                raise RuntimeError(
+                    f"gradckpt: the recompute calls {name!r} with other arguments than the forward; make both calls "
+                    "alike"
+                )
+            with torch.no_grad():
+                x = x.detach()
+                if view is not None:
+                    x = x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+                region.pack(x)
+        if not kept.returned:  # a backward inside the call needs no more than what was saved before it
+            raise private.StopRecomputation
+        if kept.random is not None:
+            restore_generators(kept.random)
+        return private.tree_unflatten([_output(name, out, leaves) for out in kept.outputs], kept.spec)
 
 
 def _output(name: str, out: Any, leaves: list[Any]) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import Any, NamedTuple
+import types
+from typing import Any
 
 import torch
 
@@ -24,36 +25,29 @@ from gradckpt._engine.torch_objects import make_saved_tensor
 _NOTHING = torch.empty(0)
 
 
-class _Names(NamedTuple):
-    """What is used of torch_remat."""
-
-    state: Any
-    set: Any
-    reset: Any
-    forward: Any
-    recompute: Any
-    active_save: Any
-    make_state: Any
-    live_regions: Any
-    make_hooks: Any
-    active_hooks: Any
-
-
-_found: _Names | None = None
+#: What is used of torch_remat, once it was looked up.
+_found: Any = None
 
 
 def _names() -> Any:
-    """Return the :class:`_Names`; None, with a warning, where one is missing."""
+    """Return what is used of torch_remat; None, with a warning, where a name is missing."""
     global _found
     if _found is None:
         try:
             region: Any = sys.modules["torch_remat._region"]
             api: Any = sys.modules["torch_remat._api"]
             state, phase = region._state, region._Phase
-            _found = _Names(
-                *(state, state.set, state.reset, phase.FORWARD, phase.RECOMPUTE, region._active_save_op),
-                *(region._CheckpointRegionState, region._live_regions),
-                *(api._SavedTensorsHooks, api._active_saved_tensors_hooks),
+            _found = types.SimpleNamespace(
+                state=state,
+                set=state.set,
+                reset=state.reset,
+                forward=phase.FORWARD,
+                recompute=phase.RECOMPUTE,
+                active_save=region._active_save_op,
+                make_state=region._CheckpointRegionState,
+                live_regions=region._live_regions,
+                make_hooks=api._SavedTensorsHooks,
+                active_hooks=api._active_saved_tensors_hooks,
             )
             api._state = _StateView(api._state)
             recomputes.append(_is_again)
@@ -243,7 +237,7 @@ def remat_region(one_node: int, preserve: int, approximate: int) -> Any:
     return None if _names() is None else _Region(bool(one_node), bool(preserve), bool(approximate))
 
 
-def _through(names: _Names, pack: Any) -> Any:
+def _through(names: Any, pack: Any) -> Any:
     """Return the pack hook as called outside our region: torch_remat's own looks at its hooks."""
     before = names.active_hooks.get()
 

@@ -4,6 +4,7 @@ random numbers went, what was written into containers, which tensors are left, a
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,12 @@ from gradckpt._engine.discrete import FORMS
 # ---- generators ----
 
 
+def is_capturing(module: Any) -> bool:
+    """Return whether a graph is captured of what a device module's current stream does."""
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    return capturing is not None and capturing()
+
+
 def _device_generators() -> tuple[Any, ...]:
     """Return the generators of the devices in use; none while a graph is captured, which advances
     its generators when it is replayed.
@@ -26,8 +33,7 @@ def _device_generators() -> tuple[Any, ...]:
     module = getattr(torch, accelerator.type, None) if accelerator is not None else None
     if module is None or not getattr(module, "_initialized", False):
         return ()
-    capturing = getattr(module, "is_current_stream_capturing", None)
-    return () if capturing is not None and capturing() else tuple(getattr(module, "default_generators", ()))
+    return () if is_capturing(module) else tuple(getattr(module, "default_generators", ()))
 
 
 def generator_states() -> tuple[torch.Tensor, list[tuple[torch.Generator, torch.Tensor]]]:
@@ -40,6 +46,19 @@ def restore_generators(states: tuple[torch.Tensor, list[tuple[torch.Generator, t
     _C.set_cpu_rng_state(cpu)
     for generator, state in devices:
         generator.set_state(state)
+
+
+# ---- policies ----
+
+
+@contextlib.contextmanager
+def without_policies() -> Iterator[None]:
+    """Let policies of the region not look inside: its recompute does not come there."""
+    _C.hide_operators(1)
+    try:
+        yield
+    finally:
+        _C.hide_operators(-1)
 
 
 # ---- containers ----

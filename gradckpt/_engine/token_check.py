@@ -12,7 +12,13 @@ from torch.nn import Module
 from gradckpt import _C
 from gradckpt._engine import buffers
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.side_effects import MadeTensors, generator_states, reaches_before, restore_generators
+from gradckpt._engine.side_effects import (
+    MadeTensors,
+    generator_states,
+    reaches_before,
+    restore_generators,
+    without_policies,
+)
 
 #: The dimension of the tokens: the last but one.
 TOKENS = -2
@@ -185,16 +191,6 @@ def without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-
-
-@contextlib.contextmanager
-def without_policies() -> Iterator[None]:
-    """Let policies of the region not look inside: its recompute does not come there."""
-    _C.hide_operators(1)
-    try:
-        yield
-    finally:
-        _C.hide_operators(-1)
 
 
 # ---- comparisons ----

@@ -225,18 +225,13 @@ def check_reentrant(settings: Settings) -> None:
     Raises:
         ValueError: It does not.
     """
-    keyword = None
-    if settings.config is not None:
-        keyword = f"compress={settings.config.codec!r}"
-    elif settings.context_fn is not None:
-        keyword = "policy="
-    elif settings.offload is not None:
-        keyword = "offload="
+    compress = "" if settings.config is None else f"compress={settings.config.codec!r}"
+    others = {"policy=": settings.context_fn, "offload=": settings.offload}
+    keyword = compress or next((name for name, value in others.items() if value is not None), None)
     if keyword is not None:
-        instead = ", or pass compress=None" if settings.config is not None else ""
         raise ValueError(
             f"gradckpt: {keyword} needs use_reentrant=False; leave use_reentrant=True out of the checkpointing "
-            f"kwargs{instead}"
+            f"kwargs{', or pass compress=None' if compress else ''}"
         )
 
 
