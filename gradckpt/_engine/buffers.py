@@ -13,6 +13,7 @@ unless the modules are passed: ``buffers=module``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -234,15 +235,13 @@ def _put_back(values: list[_Value]) -> None:
 # ---- guards ----
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Entered:
     """A module that some recompute runs, with its values from before the first of them."""
 
-    __slots__ = ("guards", "module", "values")
-
-    def __init__(self, module: Module, values: list[_Value]) -> None:
-        self.module = module  # the reference keeps the id valid
-        self.values = values
-        self.guards: set[int] = set()
+    module: Module  # the reference keeps the id valid
+    values: list[_Value]
+    guards: set[int] = dataclasses.field(default_factory=set)
 
 
 #: id(module) -> its record, while it has guards.

@@ -10,6 +10,7 @@ beside exact results, restored ones are no small error (``x - x.amax()``).
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import fnmatch
 import functools
@@ -70,19 +71,17 @@ class _Output(NamedTuple):
     requires_grad: bool
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Kept:
     """What is left of a call that does not run again."""
 
-    __slots__ = ("inputs", "outputs", "random", "returned", "saved", "spec")
-
-    def __init__(self) -> None:
-        self.returned = False  # it stays so if the call raises
-        #: For each tensor that the recompute hands over: the leaf of the arguments, and its part.
-        self.inputs: list[tuple[int, _View | None]] = []
-        self.outputs: list[Any] = []
-        self.spec: Any = None
-        self.random: Any = None
-        self.saved = 0  # number of the region's saved tensors when the call ended
+    returned: bool = False  # it stays so if the call raises
+    #: For each tensor that the recompute hands over: the leaf of the arguments, and its part.
+    inputs: list[tuple[int, _View | None]] = dataclasses.field(default_factory=list)
+    outputs: list[Any] = dataclasses.field(default_factory=list)
+    spec: Any = None
+    random: Any = None
+    saved: int = 0  # number of the region's saved tensors when the call ended
 
 
 # ---- what autograd saves in the call ----

@@ -5,6 +5,7 @@ before it.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -59,13 +60,11 @@ class Cache:
         return value.take() if isinstance(value, Cache) else value
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class WithCaches:
     """A forward that gets a :class:`Cache` for each cache."""
 
-    __slots__ = ("forward",)
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
+    forward: Callable[..., Any]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         given = {key: Cache.release(value) for key, value in kwargs.items()}

@@ -7,6 +7,7 @@ unfinished collective (``AsyncCollectiveTensor``, which parallel layers return) 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -17,14 +18,12 @@ import torch
 from gradckpt._engine import torch_private as private
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Remade:
     """A function that gets the shards of its DTensors."""
 
-    __slots__ = ("function", "remake")
-
-    def __init__(self, function: Callable[..., Any], remake: dict[int, Callable[[Any], Any]]) -> None:
-        self.function = function
-        self.remake = remake  # by the place among the leaves of the arguments
+    function: Callable[..., Any]
+    remake: dict[int, Callable[[Any], Any]]  # by the place among the leaves of the arguments
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = private.tree_flatten((args, kwargs))

@@ -15,6 +15,7 @@ Forms of ``parts=``:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -133,18 +134,16 @@ class Part(Inner):
         return f"<forward of {self.kind}, a part of a region{', kept' if self.kept_as else ''}>"
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Called:
     """A forward that gets the tensors of a call by their order, each once, since attention asks
     whether two are one. Those given by keyword would be kept, where the recompute of the enclosing
     region makes them again.
     """
 
-    __slots__ = ("forward", "rest", "spec")
-
-    def __init__(self, forward: Callable[..., Any], rest: list[tuple[Any] | int], spec: Any) -> None:
-        self.forward = forward
-        self.rest = rest  # a number: a tensor
-        self.spec = spec
+    forward: Callable[..., Any]
+    rest: list[tuple[Any] | int]  # a number: a tensor
+    spec: Any
 
     def __call__(self, *tensors: Any) -> Any:
         leaves = [tensors[each] if isinstance(each, int) else each[0] for each in self.rest]

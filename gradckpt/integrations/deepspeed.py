@@ -105,6 +105,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(function, *args)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Tracked:
     """A region's function while DeepSpeed's tracker has states.
 
@@ -112,12 +113,9 @@ class _Tracked:
     afterwards.
     """
 
-    __slots__ = ("function", "ran", "states")
-
-    def __init__(self, function: Callable[..., Any], states: dict[str, Any]) -> None:
-        self.function = function
-        self.states = states
-        self.ran = False
+    function: Callable[..., Any]
+    states: dict[str, Any]
+    ran: bool = False
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self.ran:
