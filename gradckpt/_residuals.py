@@ -15,6 +15,7 @@ from gradckpt._engine import saved_roles, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import module_behind
 from gradckpt._engine.op_policy import Policy
+from gradckpt._engine.side_effects import graph_behind
 from gradckpt._engine.user_lines import ENGINES, outside
 from gradckpt._stats import advice, format_bytes
 
@@ -179,20 +180,13 @@ class _Recorder:
 
     def name(self, outputs: Any) -> None:
         """Find the node that holds each saved tensor."""
-        stack = [x.grad_fn for x in private.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-        seen = set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in graph_behind(x for x in private.tree_leaves(outputs) if isinstance(x, torch.Tensor)):
             operator = node.name()
             for argument, one in self._held(node) if _SHOWS_DATA else self._read(node):
                 one.operator = operator.rpartition("Backward")[0] or operator
                 one.argument = argument
                 if not saved_roles.is_known(node):
                     self.functions.add(operator)
-            stack.extend(edge[0] for edge in node.next_functions)
 
     def _held(self, node: Any) -> Iterator[tuple[str, _Saved]]:
         for attribute in dir(node):

@@ -123,6 +123,17 @@ def _names_of(module: Module) -> list[str]:
 # ---- which modules ----
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Calling:
+    """What calls a function with other arguments; the modules are those behind the function."""
+
+    function: Callable[..., Any]
+
+    @property
+    def __gradckpt_functions__(self) -> tuple[Any, ...]:
+        return (self.function,)
+
+
 def _modules_behind(function: Any) -> list[Module | None]:
     """Return the module that the function is or belongs to, or None.
 
@@ -131,7 +142,7 @@ def _modules_behind(function: Any) -> list[Module | None]:
     function = without_partials(function)
     if isinstance(function, Module):
         return [function]
-    parts = getattr(function, "__gradckpt_functions__", None)  # Segment and Decorated have it
+    parts = getattr(function, "__gradckpt_functions__", None)  # Segment, Decorated and Calling have it
     if isinstance(parts, tuple):
         return list(itertools.chain.from_iterable(map(_modules_behind, parts)))
     owner = getattr(function, "__self__", None)

@@ -90,7 +90,7 @@ def is_dual(x: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-class _StraightThrough(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
     """Return the payload's values in forward; treat them as the original in backward."""
 
     @staticmethod
@@ -101,11 +101,6 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0], None
-
-
-def straight_through(x: torch.Tensor, payload: Any) -> torch.Tensor:
-    result: torch.Tensor = _StraightThrough.apply(x, payload)  # type: ignore[no-untyped-call]
-    return result
 
 
 # ---- ambient state ----

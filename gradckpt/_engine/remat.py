@@ -143,11 +143,7 @@ class _AllKept(dict[Any, Any]):
     """torch_remat's index of what its calls keep themselves, where that is every argument."""
 
     def get(self, storage: Any, default: Any = None) -> Any:
-        return super().get(storage, _keep_nothing_more)
-
-
-def _keep_nothing_more() -> None:
-    pass
+        return super().get(storage, lambda: None)  # nothing more is to be kept
 
 
 class _Region:
@@ -197,22 +193,16 @@ class _Region:
 class _Active:
     """torch_remat's ``_ActiveCheckpointRegion`` for one run of a region of ours."""
 
-    __slots__ = ("again", "claimed", "phase", "region")
+    __slots__ = ("again", "claimed_names", "phase", "region")
 
     def __init__(self, region: _Region, phase: Any, again: bool = False) -> None:
         self.region, self.phase = region, phase
         self.again = again  # a forward in a recompute of torch_remat's
-        self.claimed: set[str] | None = None
+        self.claimed_names: set[str] = set()
 
     @property
     def region_state(self) -> Any:
         return self.region.state()
-
-    @property
-    def claimed_names(self) -> set[str]:
-        if self.claimed is None:
-            self.claimed = set()
-        return self.claimed
 
 
 def _is_again() -> bool:
@@ -331,12 +321,9 @@ def original_of(x: torch.Tensor) -> torch.Tensor | None:
     for _ in range(3):
         if frame.f_code.co_name == "pack" and frame.f_globals.get("__name__") == "torch_remat._api":
             original = frame.f_locals.get("tensor")
-            if isinstance(original, torch.Tensor) and original.requires_grad and _same_memory(original, x):
-                return original
-            return None
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
+            is_it = isinstance(original, torch.Tensor) and original.requires_grad and _same_memory(original, x)
+            return original if is_it else None
+        frame = frame.f_back or frame
     return None
 
 

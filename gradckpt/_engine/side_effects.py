@@ -113,7 +113,7 @@ class MadeTensors(private.TorchDispatchMode):  # type: ignore[misc]
 
 def leaves_behind(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the leaves that the gradients of these tensors flow to."""
-    for node in _nodes_behind(roots):
+    for node in graph_behind(roots):
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             yield variable
@@ -121,10 +121,11 @@ def leaves_behind(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def reaches_before(roots: Iterable[torch.Tensor], number: int) -> bool:
     """Return whether gradients flow to nodes that were made before the one of this number."""
-    return any(node._sequence_nr() < number for node in _nodes_behind(roots))
+    return any(node._sequence_nr() < number for node in graph_behind(roots))
 
 
-def _nodes_behind(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
+def graph_behind(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes that gradients of these tensors flow to."""
     seen: set[Any] = set()
     nodes = [x.grad_fn for x in roots if x.grad_fn is not None]
     while nodes:

@@ -5,11 +5,12 @@ before it.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from gradckpt._engine.buffers import Calling
 
 #: The types of most arguments; they are tested first, for speed.
 NO_CACHE = (torch.Tensor, type(None), int, float, str, tuple)
@@ -60,20 +61,12 @@ class Cache:
         return value.take() if isinstance(value, Cache) else value
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class WithCaches:
+class WithCaches(Calling):
     """A forward that gets a :class:`Cache` for each cache."""
-
-    forward: Callable[..., Any]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         given = {key: Cache.release(value) for key, value in kwargs.items()}
-        return self.forward(*map(Cache.release, args), **given)
-
-    @property
-    def __gradckpt_functions__(self) -> tuple[Any, ...]:
-        """The functions inside, for gradckpt._engine.buffers."""
-        return (self.forward,)
+        return self.function(*map(Cache.release, args), **given)
 
 
 def with_caches(

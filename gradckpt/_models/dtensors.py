@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.buffers import Calling
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Remade:
+class _Remade(Calling):
     """A function that gets the shards of its DTensors."""
 
-    function: Callable[..., Any]
     remake: dict[int, Callable[[Any], Any]]  # by the place among the leaves of the arguments
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -31,11 +31,6 @@ class _Remade:
             leaves[place] = of_shard(leaves[place])
         args, kwargs = private.tree_unflatten(leaves, tree)
         return self.function(*args, **kwargs)
-
-    @property
-    def __gradckpt_functions__(self) -> tuple[Any, ...]:
-        """The functions inside, for gradckpt._engine.buffers."""
-        return (self.function,)
 
 
 class _Arrived(torch.autograd.Function):

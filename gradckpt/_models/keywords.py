@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress, written
-from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_bool, check_option
+from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress
+from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_bool, check_int, check_option
 from gradckpt._engine.selective import contexts_of
 from gradckpt._models.rules import saved_settings
 from gradckpt._offload import Offload, parse_offload
@@ -70,7 +70,7 @@ def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
         return Settings(planned=True)
     _read_selective(keywords)
     ours = {key: keywords.pop(key) for key in OURS if key in keywords}
-    every_n_layers = check_every_n_layers(ours.get("every_n_layers", base.every_n_layers))
+    every_n_layers = check_int("every_n_layers", ours.get("every_n_layers", base.every_n_layers), 1)
     offload = parse_offload(ours.get("offload", base.offload))
     context_fn = contexts_of(ours["policy"]) if "policy" in ours else base.context_fn
     recompute = check_bool("recompute", ours.get("recompute", base.recompute))
@@ -148,14 +148,6 @@ def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None
     elif compress is True:
         config = base.config or CompressionConfig()
     return dataclasses.replace(config, **fields)
-
-
-def check_every_n_layers(n: Any) -> int:
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"gradckpt: every_n_layers is an int, not {written(n)}")
-    if n < 1:
-        raise ValueError(f"gradckpt: every_n_layers is 1 or more, not {n}")
-    return n
 
 
 def check_alone(keywords: Mapping[str, Any], base: Settings | None = None) -> None:

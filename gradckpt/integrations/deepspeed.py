@@ -27,6 +27,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import (
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from gradckpt._engine.arguments import check_bool, own_keywords
+from gradckpt._engine.buffers import Calling
 from gradckpt._models.offload import region_at
 from gradckpt._models.rules import parse_options
 from gradckpt._offload import Offload
@@ -106,14 +107,13 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Tracked:
+class _Tracked(Calling):
     """A region's function while DeepSpeed's tracker has states.
 
     Its recompute begins with the tracker's states in the forward, and restores the current ones
     afterwards.
     """
 
-    function: Callable[..., Any]
     states: dict[str, Any]
     ran: bool = False
 
@@ -128,11 +128,6 @@ class _Tracked:
             return self.function(*args, **kwargs)
         finally:
             tracker.set_states(now)
-
-    @property
-    def __gradckpt_functions__(self) -> tuple[Any, ...]:
-        """The functions inside, for gradckpt._engine.buffers."""
-        return (self.function,)
 
 
 def configure(
