@@ -16,7 +16,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import module_behind
 from gradckpt._engine.op_policy import Policy
 from gradckpt._engine.side_effects import graph_behind
-from gradckpt._engine.user_lines import ENGINES, outside
+from gradckpt._engine.user_lines import ENGINES, outside, outwards
 from gradckpt._stats import advice, format_bytes
 
 #: A tensor outside all nodes of the graph: the input of a checkpoint region, or of a node that ends
@@ -136,11 +136,7 @@ class _Recorder:
     def place(self, frame: Any) -> tuple[str, str]:
         """Return the source line and the name of the module, from this frame outwards."""
         user = outside(frame, ENGINES)
-        modules = []
-        while frame is not None:
-            if frame.f_code is _CALL:
-                modules.append(frame.f_locals["self"])
-            frame = frame.f_back
+        modules = [each.f_locals["self"] for each in outwards(frame) if each.f_code is _CALL]
         if self.root is not None and self.root not in modules[-1:]:
             modules.append(self.root)
         source = f"{user.f_code.co_filename}:{user.f_lineno}" if user is not None else "(unknown)"

@@ -193,13 +193,8 @@ def _no_modes() -> Any:
         yield
 
 
-_nothing = contextlib.nullcontext()
-
-
 def _quiet() -> Any:
-    if private.dispatch_stack_len() or private.function_stack_len():
-        return _no_modes()
-    return _nothing
+    return _no_modes() if private.dispatch_stack_len() or private.function_stack_len() else contextlib.nullcontext()
 
 
 #: The dict that holds the value, its name, the object, and a copy of its values (None: the object

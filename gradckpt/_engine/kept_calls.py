@@ -36,8 +36,10 @@ _KEPT = 0
 
 
 #: What a call may return beside tensors.
-_PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
-_PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_PLAIN: tuple[type, ...] = (
+    *(type(None), bool, int, float, complex, str, bytes, enum.Enum),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
 
 #: Each returns whether a tensor is the output of another library's call that does not run again.
 kept_elsewhere: list[Callable[[torch.Tensor], bool]] = []
@@ -133,27 +135,23 @@ class _Inputs:
                 )
 
 
-class _Original(NamedTuple):
-    """A saved tensor that autograd keeps, detached so that its node does not hold itself."""
-
-    value: torch.Tensor
-    version: int
-
-
 class _Packed(NamedTuple):
-    """A saved tensor that other hooks keep: those of the region, or hooks around it."""
+    """A saved tensor, and what unpacks it: other hooks, those of the region or around it; or
+    :func:`_unmodified`, of one that autograd keeps.
+    """
 
-    unpack: Any
+    unpack: Callable[[Any], torch.Tensor]
     data: Any
 
 
-def _unpack(saved: Any) -> torch.Tensor:
-    if isinstance(saved, _Packed):
-        x: torch.Tensor = saved.unpack(saved.data)
-        return x
-    if saved.value._version != saved.version:
-        raise_modified(saved.value, saved.version)
-    value: torch.Tensor = saved.value
+def _unpack(saved: _Packed) -> torch.Tensor:
+    return saved.unpack(saved.data)
+
+
+def _unmodified(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    value, version = saved
+    if value._version != version:
+        raise_modified(value, version)
     return value
 
 
@@ -171,8 +169,8 @@ class _Packer:
             return _Packed(region.unpack, region.pack(x.detach()))  # as the recompute hands it over
         if around is not None:
             return _Packed(around[1], around[0](x))
-        x = x.detach()
-        return _Original(x, -1 if x.is_inference() else x._version)
+        x = x.detach()  # its node does not hold itself
+        return _Packed(_unmodified, (x, -1 if x.is_inference() else x._version))
 
 
 # ---- the two runs ----

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
 import types
 from typing import Any
@@ -21,6 +22,7 @@ from gradckpt._engine import torch_private as private
 from gradckpt._engine.kept_calls import check_again, kept_elsewhere, recomputes, warn_runs_again
 from gradckpt._engine.side_effects import generator_states, restore_generators
 from gradckpt._engine.torch_objects import make_saved_tensor
+from gradckpt._engine.user_lines import outwards
 
 _NOTHING = torch.empty(0)
 
@@ -317,13 +319,11 @@ def original_of(x: torch.Tensor) -> torch.Tensor | None:
     ``tensor.detach()``, in which neither the grad flag nor the history is left. Its own hook, a few
     frames above, has the tensor. None where no such frame calls, or for another tensor.
     """
-    frame = sys._getframe(1)
-    for _ in range(3):
+    for frame in itertools.islice(outwards(sys._getframe(1)), 3):
         if frame.f_code.co_name == "pack" and frame.f_globals.get("__name__") == "torch_remat._api":
             original = frame.f_locals.get("tensor")
             is_it = isinstance(original, torch.Tensor) and original.requires_grad and _same_memory(original, x)
             return original if is_it else None
-        frame = frame.f_back or frame
     return None
 
 

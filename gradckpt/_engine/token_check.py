@@ -162,7 +162,7 @@ class _Trial:
         """Return those of the input and of parameters; None: the graph reaches further back."""
         restore_generators(self.random)
         wanted = [p for p in self.module.parameters() if p.requires_grad and not p._backward_hooks]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             x = torch.cat(list(tiles), TOKENS).requires_grad_()
             y = self.call(x * 1)
         if reaches_before((y,), number):
@@ -172,10 +172,6 @@ class _Trial:
         weight = torch.cat(list(weights), TOKENS)
         found = torch.autograd.grad(y, (x, *wanted), weight.to(y.dtype), allow_unused=True)
         return [torch.zeros_like(of) if g is None else g for g, of in zip(found, (x, *wanted), strict=True)]
-
-
-def _itself(x: Any) -> Any:
-    return x
 
 
 def part_of(x: torch.Tensor, i: int, count: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import ill_conditioned, selective
 from gradckpt._engine.op_mixing import ran_again
 from gradckpt._engine.op_policy import Policy
-from gradckpt._engine.user_lines import outside
+from gradckpt._engine.user_lines import outside, outwards
 from gradckpt._stats import Stats, stats
 from gradckpt.policies import ATTENTION
 
@@ -294,12 +294,10 @@ FROZEN = "are frozen, and so is all before them, so backward needs nothing of th
 
 def inside_torchs_checkpoint() -> str | None:
     """Return the user's line that calls torch's checkpoint, if this runs inside it, else None."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame in outwards(sys._getframe(1)):
         if frame.f_code.co_filename == torch_checkpoint.__file__:
             user = outside(frame)
             return f"{user.f_code.co_filename}:{user.f_lineno}" if user is not None else "in autograd"
-        frame = frame.f_back
     return None
 
 

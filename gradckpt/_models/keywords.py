@@ -31,7 +31,7 @@ OURS = (
 )
 
 #: Keys that only we use. Others use ``policy`` as well.
-_MARKS = frozenset(OURS[:7])
+_MARKS = frozenset(OURS[:6])
 
 #: torch's keywords, in any version.
 TORCHS = tuple(
@@ -229,11 +229,8 @@ def check_reentrant(settings: Settings) -> None:
 
 def misspelt(keywords: Any) -> str | None:
     """Return the first key that looks like a misspelt one of ours."""
-    for key in keywords if isinstance(keywords, Mapping) else ():
-        near = _near(key)
-        if near in OURS and key not in OURS:
-            return str(key)
-    return None
+    given = keywords if isinstance(keywords, Mapping) else ()
+    return next((str(key) for key in given if key not in OURS and _near(key) in OURS), None)
 
 
 def means_ours(keywords: Any) -> bool:
@@ -245,9 +242,7 @@ def means_ours(keywords: Any) -> bool:
         return False
     if not isinstance(keywords.get("offload", False), bool):
         return True
-    if _MARKS.isdisjoint(keywords):
-        return False
-    return any(key in keywords for key in _MARKS - {"policy"}) or is_known(keywords["policy"])
+    return not _MARKS.isdisjoint(keywords) or is_known(keywords.get("policy"))
 
 
 def is_old_default(keywords: Mapping[str, Any]) -> bool:
