@@ -7,7 +7,6 @@ from typing import Any, Unpack
 
 from torch.nn import Module
 
-from gradckpt._config import Compress
 from gradckpt._models import switch
 from gradckpt._models.keywords import beside_plan
 from gradckpt._models.switch import BUDGET, UNSET, CheckpointKeywords, Handle, Modules, Unset
@@ -153,19 +152,7 @@ def enable(
             raise beside_plan(given, name)
     if plan is not None:
         return plan_of(plan, "plan").apply(model)
-    return _plan_live(model, budget, None if compress is UNSET else compress, modules, optimizer, offload, tiles)
-
-
-def _plan_live(
-    model: Module,
-    budget: Any,
-    compress: Compress,
-    modules: Modules,
-    optimizer: Any,
-    offload: OffloadLike,
-    tiles: int | None,
-) -> Handle:
-    live = LiveBudget(model, budget, compress, modules, optimizer, offload, tiles)
+    live = LiveBudget(model, budget, None if compress is UNSET else compress, modules, optimizer, offload, tiles)
     present = vars(model).get(BUDGET)
     if not (isinstance(present, LiveBudget) and present.is_same(live)):
         live.install(model)

@@ -31,6 +31,8 @@ _DATA = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.optim.Opti
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice}
 _CACHE: Any = type(functools.lru_cache(lambda: None))
 _ABSENT = object()
+#: They hold what they call, and nothing that changes.
+_PASSING = {types.MethodType, functools.partial, staticmethod, classmethod, property}
 
 #: The elements of larger containers are not looked at, and larger tensors, or more bytes of
 #: tensors, are not copied.
@@ -82,18 +84,12 @@ class Reachable:
             self._keep_tensor(x, kind)
         elif kind is types.FunctionType:
             self._visit_function(x)
-        elif kind is types.MethodType:
-            self._stack += (x.__func__, x.__self__)
         elif issubclass(kind, type):
             self._visit_class(x)
         elif kind is _CACHE:
             self._keep_cache(x)
-        elif kind is functools.partial:
-            self._stack += (x.func, *x.args, *x.keywords.values())
-        elif kind in (staticmethod, classmethod):
-            self._stack.append(x.__func__)
-        elif kind is property:
-            self._stack += (x.fget, x.fset)
+        elif kind in _PASSING:
+            self._follow(gc.get_referents(x))
         elif issubclass(kind, weakref.ref):
             self._stack.append(x())
         elif kind is types.GeneratorType:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from gradckpt import _C
+from gradckpt._C import OP_LABEL, OP_SAVE
 from gradckpt._engine import saved_roles, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import module_behind
-from gradckpt._engine.op_policy import LABEL, SAVE, Policy
-from gradckpt._engine.user_lines import ENGINES, outside
+from gradckpt._engine.op_policy import Policy
+from gradckpt._engine.side_effects import graph_behind
+from gradckpt._engine.user_lines import ENGINES, outside, outwards
 from gradckpt._stats import advice, format_bytes
 
 #: A tensor outside all nodes of the graph: the input of a checkpoint region, or of a node that ends
@@ -134,11 +136,7 @@ class _Recorder:
     def place(self, frame: Any) -> tuple[str, str]:
         """Return the source line and the name of the module, from this frame outwards."""
         user = outside(frame, ENGINES)
-        modules = []
-        while frame is not None:
-            if frame.f_code is _CALL:
-                modules.append(frame.f_locals["self"])
-            frame = frame.f_back
+        modules = [each.f_locals["self"] for each in outwards(frame) if each.f_code is _CALL]
         if self.root is not None and self.root not in modules[-1:]:
             modules.append(self.root)
         source = f"{user.f_code.co_filename}:{user.f_lineno}" if user is not None else "(unknown)"
@@ -165,7 +163,7 @@ class _Recorder:
         for store, policy, place in self.stores:
             for op, calls in store.storage.items():
                 rule = policy.rules.get(op) if isinstance(policy, Policy) else None
-                if rule is not None and rule.keep not in (SAVE, LABEL):
+                if rule is not None and rule.keep not in (OP_SAVE, OP_LABEL):
                     continue  # kept by replay_discrete
                 for kept in private.tree_leaves(list(calls.values())):
                     value = getattr(kept, "val", None)
@@ -178,20 +176,13 @@ class _Recorder:
 
     def name(self, outputs: Any) -> None:
         """Find the node that holds each saved tensor."""
-        stack = [x.grad_fn for x in private.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-        seen = set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in graph_behind(x for x in private.tree_leaves(outputs) if isinstance(x, torch.Tensor)):
             operator = node.name()
             for argument, one in self._held(node) if _SHOWS_DATA else self._read(node):
                 one.operator = operator.rpartition("Backward")[0] or operator
                 one.argument = argument
                 if not saved_roles.is_known(node):
                     self.functions.add(operator)
-            stack.extend(edge[0] for edge in node.next_functions)
 
     def _held(self, node: Any) -> Iterator[tuple[str, _Saved]]:
         for attribute in dir(node):

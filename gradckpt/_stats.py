@@ -153,53 +153,55 @@ class Stats(dict[str, Any]):
         span = f"a step, of {steps:,} steps:" if steps > 1 else "in one step:" if steps else "in all:"
         return "\n".join([self.headline(), span, *lines])
 
-    def _rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yield a label, a count and bytes for each row; the count and bytes are empty if they are
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Return a label, a count and bytes for each row; the count and bytes are empty if they are
         0.
         """
         steps = self["steps"] or 1
+        reasons = sorted(self["uncompressed"].items(), key=lambda item: (-item[1], item[0]))
+        places = self["offload"]
+        moved = places if places.get("puts") else {}
 
-        def row(what: str, key: str, *sizes: str) -> tuple[str, str, str]:
-            n = self[key] / steps
-            return what, _number(n) if n else "", _sizes(*(self[key] / steps for key in sizes)) if n and sizes else ""
+        def row(what: str, count: int | None, *sizes: int, by: int = steps) -> tuple[str, str, str]:
+            has_sizes = any(sizes) if count is None else count and sizes
+            size = _sizes(*(n / by for n in sizes)) if has_sizes else ""
+            return what, _number(count / by) if count else "", size
 
-        yield "layers that checkpoint", _whole(self._layers()) if self["regions"] else "", ""
-        yield "layers run again", _whole(self["recomputes"] / steps) if self["recomputes"] else "", ""
-        if "reentrant" in self:  # of a patch
-            yield row("left to torch: use_reentrant=True", "reentrant")
-        codecs = ", ".join(self["codecs"])
-        yield row(f"tensors compressed in {codecs}", "encoded", "bytes_in", "bytes_out")
-        yield row("payloads used again", "shared")
-        yield row("outputs that a policy keeps", "policy_outputs", "policy_bytes")
-        yield row("discrete outputs kept", "discrete_outputs", "discrete_bytes")
-        yield row("originals that stayed alive", "originals_alive", "originals_alive_bytes")
-        if self["held_bytes"]:
-            yield "originals held for the region around", "", _sizes(self["held_bytes"] / steps)
-        yield row("saved tensors that differed", "differing_saves")
-        kept = sorted(self["uncompressed"].items(), key=lambda item: (-item[1], item[0]))
-        for reason, n in kept:
-            yield f"not compressed: {reason}", _number(n / steps), ""
-        if self["uncompressed_bytes"]:
-            yield "not compressed though they could be", "", _sizes(self["uncompressed_bytes"] / steps)
-        for name, (n, nbytes) in sorted(self["exact_functions"].items()):
-            yield f"saved exactly by {name}", _number(n / steps), _sizes(nbytes / steps)
-        if self["compiled_tensors"]:
-            sizes = _sizes(self["compiled_bytes_in"], self["compiled_bytes_out"])
-            yield "in compiled graphs, for one call", _number(self["compiled_tensors"]), sizes
-        for reason, n in sorted(self["compiled_uncompressed"].items()):
-            yield f"not compressed in compiled graphs: {reason}", _number(n), ""
-        if self["live_bytes"]:
-            yield "payloads alive now", "", _sizes(self["live_bytes"])
-        if self["replay_bytes"]:
-            yield "discrete outputs, random states alive now", "", _sizes(self["replay_bytes"])
-        if (places := self["offload"]).get("small"):
-            yield "not offloaded: smaller than min_bytes", _number(places["small"] / steps), ""
-        if places.get("puts"):
-            yield "offloaded, host memory at the peak", "", _sizes(places["memory_peak"])
-            yield "written to the disk", "", _sizes(places["written"] / steps) if places["written"] else ""
-            yield "rings on devices", "", _sizes(places["ring"]) if places["ring"] else ""
-            left = places["kept"] + places["misses_out"]
-            yield "not offloaded", _number(left / steps) if left else "", ""
+        def counted(what: str, key: str, *sizes: str) -> tuple[str, str, str]:
+            return row(what, self[key], *(self[size] for size in sizes))
+
+        return [
+            ("layers that checkpoint", _whole(self._layers()) if self["regions"] else "", ""),
+            ("layers run again", _whole(self["recomputes"] / steps) if self["recomputes"] else "", ""),
+            row("left to torch: use_reentrant=True", self.get("reentrant", 0)),  # of a patch
+            counted(f"tensors compressed in {', '.join(self['codecs'])}", "encoded", "bytes_in", "bytes_out"),
+            counted("payloads used again", "shared"),
+            counted("outputs that a policy keeps", "policy_outputs", "policy_bytes"),
+            counted("discrete outputs kept", "discrete_outputs", "discrete_bytes"),
+            counted("originals that stayed alive", "originals_alive", "originals_alive_bytes"),
+            row("originals held for the region around", None, self["held_bytes"]),
+            counted("saved tensors that differed", "differing_saves"),
+            *(row(f"not compressed: {reason}", n) for reason, n in reasons),
+            row("not compressed though they could be", None, self["uncompressed_bytes"]),
+            *(row(f"saved exactly by {name}", *counts) for name, counts in sorted(self["exact_functions"].items())),
+            row(
+                "in compiled graphs, for one call",
+                self["compiled_tensors"],
+                *(self["compiled_bytes_in"], self["compiled_bytes_out"]),
+                by=1,
+            ),
+            *(
+                row(f"not compressed in compiled graphs: {reason}", n, by=1)
+                for reason, n in sorted(self["compiled_uncompressed"].items())
+            ),
+            row("payloads alive now", None, self["live_bytes"], by=1),
+            row("discrete outputs, random states alive now", None, self["replay_bytes"], by=1),
+            row("not offloaded: smaller than min_bytes", places.get("small", 0)),
+            ("offloaded, host memory at the peak", "", _sizes(moved["memory_peak"]) if moved else ""),
+            row("written to the disk", None, moved.get("written", 0)),
+            row("rings on devices", None, moved.get("ring", 0), by=1),
+            row("not offloaded", moved.get("kept", 0) + moved.get("misses_out", 0)),
+        ]
 
 
 def advice(functions: Iterable[str]) -> list[str]:

@@ -11,17 +11,13 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
-from gradckpt._C import is_recomputing
+from gradckpt._C import OP_LABEL, OP_REPLAY, OP_REPLAY_CAST, OP_REPLAY_CHOICE, is_recomputing
 from gradckpt._codec_names import ALIASES, for_activations
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS, overloads
 from gradckpt._engine.discrete_forms import Compared
 from gradckpt._engine.kept_calls import region
 from gradckpt._engine.op_policy import (
-    LABEL,
-    REPLAY,
-    REPLAY_CAST,
-    REPLAY_CHOICE,
     OpOverload,
     OpOverloadPacket,
     Policy,
@@ -82,7 +78,7 @@ save_attention = _policy("save_attention", ATTENTION)
 every_other_matmul = _policy("every_other_matmul", _overloads(*MATMULS), every=2, phase=1, group="matmul")
 
 discrete_but_casts = Policy(
-    Rule(op, REPLAY_CHOICE if isinstance(form, Compared) else REPLAY) for op, form in FORMS.items()
+    Rule(op, OP_REPLAY_CHOICE if isinstance(form, Compared) else OP_REPLAY) for op, form in FORMS.items()
 )
 
 #: Keep the outputs of discrete operators, exactly. On by default, except for operators that round:
@@ -90,8 +86,8 @@ discrete_but_casts = Policy(
 discrete = Policy(
     [
         *discrete_but_casts.rules.values(),
-        *(Rule(op, REPLAY) for op in ROUNDING_FORMS),
-        *(Rule(op, REPLAY_CAST) for op in _overloads(*CASTS)),
+        *(Rule(op, OP_REPLAY) for op in ROUNDING_FORMS),
+        *(Rule(op, OP_REPLAY_CAST) for op in _overloads(*CASTS)),
     ],
     parts=[("discrete", "")],
 )
@@ -111,7 +107,7 @@ def save_named(*names: str) -> Policy:
     for each in names:
         if not isinstance(each, str):
             raise TypeError(f"gradckpt: a name is a string, not {each!r}")
-    rules = (Rule(op, LABEL) for op in _overloads(*MATMULS, *CONVOLUTIONS) + ATTENTION)
+    rules = (Rule(op, OP_LABEL) for op in _overloads(*MATMULS, *CONVOLUTIONS) + ATTENTION)
     return Policy(rules, names, [(f"save_named({', '.join(map(repr, names))})", "")])
 
 

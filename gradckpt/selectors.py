@@ -16,6 +16,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from gradckpt import _C
 from gradckpt._codec_names import ALIASES
 from gradckpt._config import written
+from gradckpt._engine.arguments import check_int
 from gradckpt._models.kinds import KINDS, Tree, has_forward
 
 __all__ = ["every", "m_of_n"]
@@ -57,7 +58,7 @@ def every(k: int, selector: Selector, offset: int = 0) -> Subset:
         ValueError: ``k`` is below 1 or ``offset`` below 0.
         TypeError: A number is not an int.
     """
-    return Subset(selector, _count(k, "k", 1), 1, _count(offset, "offset", 0))
+    return Subset(selector, check_int("k", k, 1), 1, check_int("offset", offset, 0))
 
 
 def m_of_n(m: int, n: int, selector: Selector) -> Subset:
@@ -69,17 +70,9 @@ def m_of_n(m: int, n: int, selector: Selector) -> Subset:
         ValueError: 1 <= m <= n does not hold.
         TypeError: A number is not an int.
     """
-    if _count(m, "m", 1) > _count(n, "n", 1):
+    if check_int("m", m, 1) > check_int("n", n, 1):
         raise ValueError(f"gradckpt: m_of_n takes m of n, and {m} is more than {n}")
     return Subset(selector, n, m)
-
-
-def _count(value: Any, what: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"gradckpt: {what} is an int, not {value!r}")
-    if value < least:
-        raise ValueError(f"gradckpt: {what} is {least} or more, not {value}")
-    return value
 
 
 def describe(selector: Any) -> str:

@@ -31,6 +31,14 @@ def check_bool(key: str, value: Any) -> bool:
     return value
 
 
+def check_int(key: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"gradckpt: {key} is an int, not {written(value)}")
+    if value < least:
+        raise ValueError(f"gradckpt: {key} is {least} or more, not {value}")
+    return value
+
+
 def check_option(key: str, value: Any) -> None:
     """Check the value of a keyword of :func:`gradckpt.checkpoint` where a model is enabled, not in
     its first step.

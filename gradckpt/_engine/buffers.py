@@ -13,6 +13,7 @@ unless the modules are passed: ``buffers=module``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -122,6 +123,17 @@ def _names_of(module: Module) -> list[str]:
 # ---- which modules ----
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Calling:
+    """What calls a function with other arguments; the modules are those behind the function."""
+
+    function: Callable[..., Any]
+
+    @property
+    def __gradckpt_functions__(self) -> tuple[Any, ...]:
+        return (self.function,)
+
+
 def _modules_behind(function: Any) -> list[Module | None]:
     """Return the module that the function is or belongs to, or None.
 
@@ -130,7 +142,7 @@ def _modules_behind(function: Any) -> list[Module | None]:
     function = without_partials(function)
     if isinstance(function, Module):
         return [function]
-    parts = getattr(function, "__gradckpt_functions__", None)  # Segment and Decorated have it
+    parts = getattr(function, "__gradckpt_functions__", None)  # Segment, Decorated and Calling have it
     if isinstance(parts, tuple):
         return list(itertools.chain.from_iterable(map(_modules_behind, parts)))
     owner = getattr(function, "__self__", None)
@@ -181,13 +193,8 @@ def _no_modes() -> Any:
         yield
 
 
-_nothing = contextlib.nullcontext()
-
-
 def _quiet() -> Any:
-    if private.dispatch_stack_len() or private.function_stack_len():
-        return _no_modes()
-    return _nothing
+    return _no_modes() if private.dispatch_stack_len() or private.function_stack_len() else contextlib.nullcontext()
 
 
 #: The dict that holds the value, its name, the object, and a copy of its values (None: the object
@@ -234,15 +241,13 @@ def _put_back(values: list[_Value]) -> None:
 # ---- guards ----
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Entered:
     """A module that some recompute runs, with its values from before the first of them."""
 
-    __slots__ = ("guards", "module", "values")
-
-    def __init__(self, module: Module, values: list[_Value]) -> None:
-        self.module = module  # the reference keeps the id valid
-        self.values = values
-        self.guards: set[int] = set()
+    module: Module  # the reference keeps the id valid
+    values: list[_Value]
+    guards: set[int] = dataclasses.field(default_factory=set)
 
 
 #: id(module) -> its record, while it has guards.

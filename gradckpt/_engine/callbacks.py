@@ -98,7 +98,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "selective_mode": selective.selective_mode,
     "selective_policy": selective.selective_policy,
     "stays_on_device": places.stays_on_device,
-    "straight_through": region.straight_through,
+    "straight_through": region.StraightThrough.apply,
     "tensors_of": selective.tensors_of,
     "through_modes": selective.through_modes,
     "together": selective.together,

@@ -55,23 +55,11 @@ def _boundaries(position: int) -> Callable[[Args, Kwargs], int]:
     return lambda args, kwargs: int(args[position].size(-1)) + 1
 
 
-def _any_size(args: Args, kwargs: Kwargs) -> int:
-    return int(max((1, *args[0].shape)))
-
-
-def _truth(args: Args, kwargs: Kwargs) -> int:
-    return 2
-
-
 def _count(args: Args, kwargs: Kwargs) -> int:
     return int(args[0].numel()) + 1
 
 
 # ---- which vectors have a distance ----
-
-
-def _each_with_each(args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    return args[0].unsqueeze(-2), args[1].unsqueeze(-3)
 
 
 def _each_with_later(args: Args) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +91,7 @@ KEPT: dict[str, Form | None] = {
     "argmin": _ROW,
     "argsort.default": Indices(_along(1)),
     "argsort.stable": Indices(_along(1)),
-    "nonzero": Indices(_any_size),
+    "nonzero": Indices(lambda args, kwargs: int(max((1, *args[0].shape)))),
     "nonzero_static": None,
     "searchsorted": Indices(_boundaries(0)),
     "bucketize": Indices(_boundaries(1)),
@@ -120,7 +108,7 @@ KEPT: dict[str, Form | None] = {
     "amin.default": Choice((smallest,), 1),
     "aminmax.default": Choice((smallest, largest), 1),
     "linalg_vector_norm.default": InfinityNorm((1, "ord"), 2),
-    "_cdist_forward.default": Farthest(2, _each_with_each),
+    "_cdist_forward.default": Farthest(2, lambda args: (args[0].unsqueeze(-2), args[1].unsqueeze(-3))),
     "_pdist_forward.default": Farthest(1, _each_with_later),
     "dist.default": InfinityDistance((2, "p"), None),
     "scatter_reduce.two": Chosen(),
@@ -138,7 +126,9 @@ KEPT: dict[str, Form | None] = {
     **dict.fromkeys(("gt", "ge", "lt", "le", "eq", "ne", "equal", "allclose", "isin", "signbit"), None),
     **dict.fromkeys(("isinf", "isposinf", "isneginf"), None),
     # a codec may restore a small nonzero value as zero
-    **dict.fromkeys(("logical_not", "logical_and", "logical_or", "logical_xor", "any", "all"), OfFloats(_truth)),
+    **dict.fromkeys(
+        ("logical_not", "logical_and", "logical_or", "logical_xor", "any", "all"), OfFloats(lambda args, kwargs: 2)
+    ),
     "count_nonzero": OfFloats(_count),
     # draws whose result, or number of draws, depends on values
     "multinomial.default": Indices(lambda args, kwargs: args[0].size(-1)),

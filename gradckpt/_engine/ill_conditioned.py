@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,12 @@ from gradckpt import _C, codecs
 from gradckpt._config import warn_user
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import name_of
+from gradckpt._engine.side_effects import is_capturing
 from gradckpt._engine.user_lines import ENGINES, outside
 
 logger = logging.getLogger("gradckpt")
+
+T = TypeVar("T")
 
 #: The number of values in a sample.
 _VALUES = 4096
@@ -175,8 +178,25 @@ class _Found(NamedTuple):
     restored: _Sample
 
 
+def _quietly(method: Callable[..., T]) -> Callable[..., T | None]:
+    """Let a method of :class:`SavedSamples` give the samples up where it would raise."""
+
+    @functools.wraps(method)
+    def quiet(self: SavedSamples, *args: Any, **kwargs: Any) -> T | None:
+        if not self.given_up:
+            try:
+                with private.without_function_modes():
+                    return method(self, *args, **kwargs)
+            except Exception as error:
+                self.given_up = True
+                logger.debug("gradckpt: samples of %s were not compared: %r", self.region, error)
+        return None
+
+    return quiet
+
+
 class SavedSamples:
-    """The samples of one region; the methods are called by C, and raise nothing."""
+    """The samples of one region; the methods are called by C, and raise nothing but a warning."""
 
     def __init__(self, codec: str, function: Any, of_policy: int) -> None:
         self.codec = codec
@@ -197,21 +217,16 @@ class SavedSamples:
         if slot in self._exact:
             self._note(self._restored, slot, x, ends_alone=self._exact[slot].values.numel() == _ENDS)
 
+    @_quietly
     def _note(
         self, samples: dict[int, _Sample], slot: int, x: Tensor, with_line: bool = False, ends_alone: bool = False
     ) -> None:
-        if self.given_up:
+        if not x.is_floating_point() or not x.numel() or (x.is_leaf and x.requires_grad):
             return
-        try:
-            with private.without_function_modes():
-                if not x.is_floating_point() or not x.numel() or (x.is_leaf and x.requires_grad):
-                    return
-                if _is_capturing(x.device) or not self._is_ordered(x.device):
-                    self.given_up = True
-                    return
-                samples[slot] = _sample_of(x, with_line, ends_alone)
-        except Exception as error:
-            self._give_up(error)
+        if _is_capturing(x.device) or not self._is_ordered(x.device):
+            self.given_up = True
+            return
+        samples[slot] = _sample_of(x, with_line, ends_alone)
 
     def _is_ordered(self, device: torch.device) -> bool:
         """Return whether the device's current stream is that of the samples before."""
@@ -221,35 +236,24 @@ class SavedSamples:
         self._stream = stream if self._stream is None else self._stream
         return bool(stream == self._stream)
 
-    def _give_up(self, error: Exception) -> None:
-        self.given_up = True
-        logger.debug("gradckpt: samples of %s were not compared: %r", self.region, error)
-
+    @_quietly
     def find_nodes(self, frame: Any, result: Any, most: int) -> bool:
         """Find which operator saved what; return whether there is anything to compare.
 
         ``most``: so many nodes may be looked at; see csrc/engine/region/origin.h.
         """
-        try:
-            with private.without_function_modes():
-                if self.given_up or not (self._stream is None or self._is_ordered(self._stream.device)):
-                    return False
-                self._poles = list(_poles_behind(frame, result, self._start, most))
-                wanted = {slot for slot, _ in self._poles}
-                for slot, sample in self._exact.items():
-                    if slot not in wanted:
-                        self._exact[slot] = sample._replace(values=sample.values[:_ENDS].clone())
-        except Exception as error:
-            self._give_up(error)
-        return not self.given_up and bool(self._exact)
+        if not (self._stream is None or self._is_ordered(self._stream.device)):
+            return False
+        self._poles = list(_poles_behind(frame, result, self._start, most))
+        wanted = {slot for slot, _ in self._poles}
+        for slot, sample in self._exact.items():
+            if slot not in wanted:
+                self._exact[slot] = sample._replace(values=sample.values[:_ENDS].clone())
+        return bool(self._exact)
 
     def judge(self) -> None:
         """Compare the samples of both runs, and warn."""
-        try:
-            found = None if self.given_up else self._compare()
-        except Exception as error:
-            self._give_up(error)
-            return
+        found = self._compare()
         if found is None:
             return
         if _is_read_at_once(found[1].device) or _report is not None:
@@ -257,6 +261,7 @@ class SavedSamples:
         else:
             pending.append((self, *found))
 
+    @_quietly
     def _compare(self) -> tuple[list[_Found], Tensor, list[str]] | None:
         """Return the poles, the numbers of :func:`_compared` for each, and for the slots without
         a pole, in further rows, whether they left the finite numbers."""
@@ -270,7 +275,7 @@ class SavedSamples:
             return None
         if self._stream is not None and not self._is_ordered(self._stream.device):
             return None
-        with torch.no_grad(), private.without_function_modes():
+        with torch.no_grad():
             rows = [_compared(each) for each in poles]
             for exact, restored in pairs:
                 left = exact.values[:_ENDS].isfinite().all() & ~restored.values[:_ENDS].isfinite().all()
@@ -457,5 +462,4 @@ def _is_read_at_once(device: torch.device) -> bool:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    capturing = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
-    return capturing is not None and capturing()
+    return is_capturing(getattr(torch, device.type, None))

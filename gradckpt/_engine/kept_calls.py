@@ -10,6 +10,7 @@ beside exact results, restored ones are no small error (``x - x.amax()``).
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import fnmatch
 import functools
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from gradckpt import _C
 from gradckpt._config import warn_inactive
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.side_effects import generator_states, restore_generators
+from gradckpt._engine.side_effects import generator_states, restore_generators, without_policies
 from gradckpt._engine.torch_objects import raise_modified
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,8 +36,10 @@ _KEPT = 0
 
 
 #: What a call may return beside tensors.
-_PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
-_PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_PLAIN: tuple[type, ...] = (
+    *(type(None), bool, int, float, complex, str, bytes, enum.Enum),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
 
 #: Each returns whether a tensor is the output of another library's call that does not run again.
 kept_elsewhere: list[Callable[[torch.Tensor], bool]] = []
@@ -70,19 +73,17 @@ class _Output(NamedTuple):
     requires_grad: bool
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Kept:
     """What is left of a call that does not run again."""
 
-    __slots__ = ("inputs", "outputs", "random", "returned", "saved", "spec")
-
-    def __init__(self) -> None:
-        self.returned = False  # it stays so if the call raises
-        #: For each tensor that the recompute hands over: the leaf of the arguments, and its part.
-        self.inputs: list[tuple[int, _View | None]] = []
-        self.outputs: list[Any] = []
-        self.spec: Any = None
-        self.random: Any = None
-        self.saved = 0  # number of the region's saved tensors when the call ended
+    returned: bool = False  # it stays so if the call raises
+    #: For each tensor that the recompute hands over: the leaf of the arguments, and its part.
+    inputs: list[tuple[int, _View | None]] = dataclasses.field(default_factory=list)
+    outputs: list[Any] = dataclasses.field(default_factory=list)
+    spec: Any = None
+    random: Any = None
+    saved: int = 0  # number of the region's saved tensors when the call ended
 
 
 # ---- what autograd saves in the call ----
@@ -134,27 +135,23 @@ class _Inputs:
                 )
 
 
-class _Original(NamedTuple):
-    """A saved tensor that autograd keeps, detached so that its node does not hold itself."""
-
-    value: torch.Tensor
-    version: int
-
-
 class _Packed(NamedTuple):
-    """A saved tensor that other hooks keep: those of the region, or hooks around it."""
+    """A saved tensor, and what unpacks it: other hooks, those of the region or around it; or
+    :func:`_unmodified`, of one that autograd keeps.
+    """
 
-    unpack: Any
+    unpack: Callable[[Any], torch.Tensor]
     data: Any
 
 
-def _unpack(saved: Any) -> torch.Tensor:
-    if isinstance(saved, _Packed):
-        x: torch.Tensor = saved.unpack(saved.data)
-        return x
-    if saved.value._version != saved.version:
-        raise_modified(saved.value, saved.version)
-    value: torch.Tensor = saved.value
+def _unpack(saved: _Packed) -> torch.Tensor:
+    return saved.unpack(saved.data)
+
+
+def _unmodified(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    value, version = saved
+    if value._version != version:
+        raise_modified(value, version)
     return value
 
 
@@ -172,8 +169,8 @@ class _Packer:
             return _Packed(region.unpack, region.pack(x.detach()))  # as the recompute hands it over
         if around is not None:
             return _Packed(around[1], around[0](x))
-        x = x.detach()
-        return _Original(x, -1 if x.is_inference() else x._version)
+        x = x.detach()  # its node does not hold itself
+        return _Packed(_unmodified, (x, -1 if x.is_inference() else x._version))
 
 
 # ---- the two runs ----
@@ -189,14 +186,13 @@ def _run(region: _Region, name: str, function: Callable[..., Any], args: Any, kw
     region.calls[_NOW] = name
     pack = _Packer(region, kept, inputs, around)
     region.calls[name] = kept
-    _C.hide_operators(1)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-            result = function(*args, **kwargs)
-        outputs, kept.spec = private.tree_flatten(result)
-        kept.outputs = [_keep_output(name, x, leaves) for x in outputs]
+        with without_policies():
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+                result = function(*args, **kwargs)
+            outputs, kept.spec = private.tree_flatten(result)
+            kept.outputs = [_keep_output(name, x, leaves) for x in outputs]
     finally:
-        _C.hide_operators(-1)
         del region.calls[_NOW]
         pack.now = None
     inputs.check()
@@ -237,30 +233,25 @@ def _storages(kept: _Kept) -> list[int]:
 
 def _skip(region: _Region, name: str, kept: _Kept, args: Any, kwargs: Any) -> Any:
     """Return the outputs of a kept call in the recompute, and hand over its arguments."""
-    _C.hide_operators(1)
-    try:
-        return _skip_hidden(region, name, kept, private.tree_leaves((args, kwargs)))
-    finally:
-        _C.hide_operators(-1)
-
-
-def _skip_hidden(region: _Region, name: str, kept: _Kept, leaves: list[Any]) -> Any:
-    for i, view in kept.inputs:
-        x = leaves[i] if i < len(leaves) else None
-        if not isinstance(x, torch.Tensor):
-            raise RuntimeError(
-                f"gradckpt: the recompute calls {name!r} with other arguments than the forward; make both calls alike"
-            )
-        with torch.no_grad():
-            x = x.detach()
-            if view is not None:
-                x = x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
-            region.pack(x)
-    if not kept.returned:  # a backward inside the call needs no more than what was saved before it
-        raise private.StopRecomputation
-    if kept.random is not None:
-        restore_generators(kept.random)
-    return private.tree_unflatten([_output(name, out, leaves) for out in kept.outputs], kept.spec)
+    leaves = private.tree_leaves((args, kwargs))
+    with without_policies():
+        for i, view in kept.inputs:
+            x = leaves[i] if i < len(leaves) else None
+            if not isinstance(x, torch.Tensor):
+                raise RuntimeError(
+                    f"gradckpt: the recompute calls {name!r} with other arguments than the forward; make both calls "
+                    "alike"
+                )
+            with torch.no_grad():
+                x = x.detach()
+                if view is not None:
+                    x = x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+                region.pack(x)
+        if not kept.returned:  # a backward inside the call needs no more than what was saved before it
+            raise private.StopRecomputation
+        if kept.random is not None:
+            restore_generators(kept.random)
+        return private.tree_unflatten([_output(name, out, leaves) for out in kept.outputs], kept.spec)
 
 
 def _output(name: str, out: Any, leaves: list[Any]) -> Any:

@@ -13,14 +13,9 @@ from typing import Any
 import torch
 
 from gradckpt import _C
+from gradckpt._C import OP_JOINT, OP_PRODUCT, OP_SEPARATE, OP_UNKNOWN  # op_policy.h says what each means
 from gradckpt._config import warn_inactive
 from gradckpt._engine import torch_private as private
-
-#: csrc/engine/selective/op_policy.h says what each means.
-PRODUCT: int = _C.OP_PRODUCT
-SEPARATE: int = _C.OP_SEPARATE
-JOINT: int = _C.OP_JOINT
-UNKNOWN: int = _C.OP_UNKNOWN
 
 _SAVED = "_raw_saved_"
 _PRODUCTS = ("linear", "matmul", "convolution")
@@ -44,21 +39,21 @@ def _read_saves() -> dict[str, list[set[str]]]:
 
 def _read(op: Any) -> int:
     if isinstance(op, private.HigherOrderOperator):  # its node saves what it likes
-        return JOINT
+        return OP_JOINT
     namespace, _, rest = str(op).partition(".")
     if has_effect(op):  # twice is worse
-        return PRODUCT
+        return OP_PRODUCT
     if namespace != "aten" or private.node_types is None:
-        return UNKNOWN
+        return OP_UNKNOWN
     if not _saves:
         _saves.update(_read_saves())
         _products.update(_operator(node) for node, _, family, _ in _C.saved_roles() if family in _PRODUCTS)
     operator = rest.partition(".")[0].removesuffix("_forward").replace("_", "")
     if operator in _products or operator not in _saves:
-        return PRODUCT
+        return OP_PRODUCT
     arguments = {each.name for each in op._schema.arguments}
     joint = any(saved & arguments and saved - arguments for saved in _saves[operator])
-    return JOINT if joint else SEPARATE
+    return OP_JOINT if joint else OP_SEPARATE
 
 
 #: Read once: what each operator's nodes save, which are products, and the operators asked for.

@@ -10,27 +10,32 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C
+from gradckpt._C import (  # op_policy.h says what each means
+    OP_JOINT,
+    OP_LABEL,
+    OP_PRODUCT,
+    OP_RECOMPUTE,
+    OP_REPLAY,
+    OP_REPLAY_CAST,
+    OP_REPLAY_CHOICE,
+    OP_SAVE,
+    OP_SEPARATE,
+    OP_UNKNOWN,
+)
 from gradckpt._config import Compress, CompressionConfig, changes, parse_compress
 from gradckpt._engine import torch_errors
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import is_catchable
 from gradckpt._engine.discrete import FORMS, ROUNDING_FORMS
-from gradckpt._engine.op_mixing import JOINT, PRODUCT, SEPARATE, UNKNOWN, mixing_of, with_effect
+from gradckpt._engine.op_mixing import mixing_of, with_effect
 from gradckpt._engine.places import place_of
 from gradckpt._offload import Offload, OffloadLike, parse_offload
 
 OpOverloadPacket, OpOverload = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
 
-#: What happens to the outputs of an operator; op_policy.h says what each means.
-RECOMPUTE: int = _C.OP_RECOMPUTE
-SAVE: int = _C.OP_SAVE
-REPLAY: int = _C.OP_REPLAY
-REPLAY_CAST: int = _C.OP_REPLAY_CAST
-LABEL: int = _C.OP_LABEL
-REPLAY_CHOICE: int = _C.OP_REPLAY_CHOICE
 _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _OFFLOADED = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
-_REPLAYED = (REPLAY, REPLAY_CAST, REPLAY_CHOICE)
+_REPLAYED = (OP_REPLAY, OP_REPLAY_CAST, OP_REPLAY_CHOICE)
 ALL_FORMS = FORMS | ROUNDING_FORMS
 
 
@@ -77,11 +82,11 @@ class Rule(NamedTuple):
     """A rule for one operator.
 
     Of the calls of its group, those with ``call % every == phase`` are kept. ``always``: with
-    RECOMPUTE, also where torch keeps what an operator with an effect returns.
+    OP_RECOMPUTE, also where torch keeps what an operator with an effect returns.
     """
 
     op: Any
-    keep: int = SAVE
+    keep: int = OP_SAVE
     config: CompressionConfig | None = None
     every: int = 1
     phase: int = 0
@@ -105,8 +110,8 @@ class Policy:
                 check_op(rule.op)
             if rule.op in private.ignored_ops:  # never caught: torch detaches to make tensors
                 continue
-            if rule.keep != LABEL or rule.op not in self.rules:
-                self.rules[rule.op] = rule if _mixing(rule) != JOINT else rule._replace(config=_exact(rule.config))
+            if rule.keep != OP_LABEL or rule.op not in self.rules:
+                self.rules[rule.op] = rule if _mixing(rule) != OP_JOINT else rule._replace(config=_exact(rule.config))
         self.wanted = frozenset(wanted)
         self.patterns = tuple(sorted(self.wanted))  # for Dynamo
         groups = {group: i for i, group in enumerate(dict.fromkeys(rule.group for rule in self.rules.values()))}
@@ -121,7 +126,7 @@ class Policy:
         self.catchable = all(is_catchable(op) for op in self.rules)
         self.caught = False
         self.mixed: frozenset[Any] = frozenset()  # what unmixed() has taken out
-        self.keeps_outputs = any(rule.keep in (SAVE, LABEL) for rule in self.rules.values())  # not copies
+        self.keeps_outputs = any(rule.keep in (OP_SAVE, OP_LABEL) for rule in self.rules.values())  # not copies
         lossy = [r.config.replay_discrete for r in self.rules.values() if r.config is not None and r.config.lossy]
         #: Which discrete outputs are kept after an approximate output, as in a config.
         self.replay_discrete: bool | str = "casts" if "casts" in lossy else any(lossy)
@@ -167,11 +172,11 @@ def unmixed(policy: Policy, restored: bool) -> Policy:
     of the region (``restored``), or outputs that the policy keeps.
     """
     lossy = any(r.config is not None and r.config.lossy for r in policy.rules.values())
-    mixed = (SEPARATE, JOINT, UNKNOWN) if restored else (JOINT, UNKNOWN) if lossy else ()
+    mixed = (OP_SEPARATE, OP_JOINT, OP_UNKNOWN) if restored else (OP_JOINT, OP_UNKNOWN) if lossy else ()
     again = frozenset(op for op, rule in policy.rules.items() if _mixing(rule) in mixed)
     if not again:
         return policy
-    rules = (r._replace(keep=RECOMPUTE) if op in again else r for op, r in policy.rules.items())
+    rules = (r._replace(keep=OP_RECOMPUTE) if op in again else r for op, r in policy.rules.items())
     rest = Policy(rules, policy.wanted, policy.parts)
     rest.mixed = again
     return rest
@@ -185,7 +190,9 @@ def keeping_effects(policy: Policy) -> Policy:
     if not found:
         return policy
     if policy.with_effects is None or policy.with_effects[0] != found:
-        more = [Rule(op) for op in found if op not in known or (known[op].keep == RECOMPUTE and not known[op].always)]
+        more = [
+            Rule(op) for op in found if op not in known or (known[op].keep == OP_RECOMPUTE and not known[op].always)
+        ]
         made = Policy([*known.values(), *more], policy.wanted, policy.parts)
         made.mixed = policy.mixed
         policy.with_effects = found, made
@@ -200,7 +207,7 @@ def _short(config: CompressionConfig | None) -> str:
 
 
 def _mixing(rule: Rule) -> int:
-    return mixing_of(rule.op) if rule.keep in (SAVE, LABEL) else PRODUCT
+    return mixing_of(rule.op) if rule.keep in (OP_SAVE, OP_LABEL) else OP_PRODUCT
 
 
 def _form(rule: Rule) -> Any:
@@ -267,7 +274,7 @@ def _exact(config: CompressionConfig | None) -> CompressionConfig | None:
 def rule_of(op: Any, answer: Any) -> Rule:
     keep, config, offload = read_policy(answer, op)
     always = answer is CheckpointPolicy.MUST_RECOMPUTE
-    return Rule(op, SAVE if keep else RECOMPUTE, config, always=always, offload=offload)
+    return Rule(op, OP_SAVE if keep else OP_RECOMPUTE, config, always=always, offload=offload)
 
 
 def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None, Offload | None]:
@@ -291,7 +298,7 @@ def read_policy(answer: Any, op: Any) -> tuple[int, CompressionConfig | None, Of
             f"gradckpt: the policy returned {answer!r} for {op}; return a CheckpointPolicy, a bool, "
             'gradckpt.policies.save("int8") or the name of a codec'
         )
-    if mixing_of(op) == JOINT:
+    if mixing_of(op) == OP_JOINT:
         config = _exact(config)
     mutates = is_overload(op) and op._schema.is_mutable
     return int(keep and not mutates), config, offload  # an operator that writes into its arguments has to run again

@@ -65,9 +65,15 @@ def determinism_check(value: Any, exact: int) -> Any:
         return ours[value]
     checks = private.determinism_checks
     if value not in checks:
-        note = None if exact else "gradckpt also takes determinism_check='warn'"
-        raise torch_errors.unknown_check(value, checks, note)
+        raise _unknown_check(value, checks, exact)
     return checks[value]
+
+
+def _unknown_check(value: Any, checks: Any, exact: int) -> Exception:
+    error: Exception = torch_errors.unknown_check(value, checks)
+    if not exact:
+        error.add_note("gradckpt also takes determinism_check='warn'")
+    return error
 
 
 def tracing_mode_active() -> bool:
@@ -84,7 +90,7 @@ def is_dual(x: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-class _StraightThrough(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
     """Return the payload's values in forward; treat them as the original in backward."""
 
     @staticmethod
@@ -95,11 +101,6 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0], None
-
-
-def straight_through(x: torch.Tensor, payload: Any) -> torch.Tensor:
-    result: torch.Tensor = _StraightThrough.apply(x, payload)  # type: ignore[no-untyped-call]
-    return result
 
 
 # ---- ambient state ----

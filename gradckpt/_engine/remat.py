@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
-from typing import Any, NamedTuple
+import types
+from typing import Any
 
 import torch
 
@@ -20,40 +22,34 @@ from gradckpt._engine import torch_private as private
 from gradckpt._engine.kept_calls import check_again, kept_elsewhere, recomputes, warn_runs_again
 from gradckpt._engine.side_effects import generator_states, restore_generators
 from gradckpt._engine.torch_objects import make_saved_tensor
+from gradckpt._engine.user_lines import outwards
 
 _NOTHING = torch.empty(0)
 
 
-class _Names(NamedTuple):
-    """What is used of torch_remat."""
-
-    state: Any
-    set: Any
-    reset: Any
-    forward: Any
-    recompute: Any
-    active_save: Any
-    make_state: Any
-    live_regions: Any
-    make_hooks: Any
-    active_hooks: Any
-
-
-_found: _Names | None = None
+#: What is used of torch_remat, once it was looked up.
+_found: Any = None
 
 
 def _names() -> Any:
-    """Return the :class:`_Names`; None, with a warning, where one is missing."""
+    """Return what is used of torch_remat; None, with a warning, where a name is missing."""
     global _found
     if _found is None:
         try:
             region: Any = sys.modules["torch_remat._region"]
             api: Any = sys.modules["torch_remat._api"]
             state, phase = region._state, region._Phase
-            _found = _Names(
-                *(state, state.set, state.reset, phase.FORWARD, phase.RECOMPUTE, region._active_save_op),
-                *(region._CheckpointRegionState, region._live_regions),
-                *(api._SavedTensorsHooks, api._active_saved_tensors_hooks),
+            _found = types.SimpleNamespace(
+                state=state,
+                set=state.set,
+                reset=state.reset,
+                forward=phase.FORWARD,
+                recompute=phase.RECOMPUTE,
+                active_save=region._active_save_op,
+                make_state=region._CheckpointRegionState,
+                live_regions=region._live_regions,
+                make_hooks=api._SavedTensorsHooks,
+                active_hooks=api._active_saved_tensors_hooks,
             )
             api._state = _StateView(api._state)
             recomputes.append(_is_again)
@@ -149,11 +145,7 @@ class _AllKept(dict[Any, Any]):
     """torch_remat's index of what its calls keep themselves, where that is every argument."""
 
     def get(self, storage: Any, default: Any = None) -> Any:
-        return super().get(storage, _keep_nothing_more)
-
-
-def _keep_nothing_more() -> None:
-    pass
+        return super().get(storage, lambda: None)  # nothing more is to be kept
 
 
 class _Region:
@@ -203,22 +195,16 @@ class _Region:
 class _Active:
     """torch_remat's ``_ActiveCheckpointRegion`` for one run of a region of ours."""
 
-    __slots__ = ("again", "claimed", "phase", "region")
+    __slots__ = ("again", "claimed_names", "phase", "region")
 
     def __init__(self, region: _Region, phase: Any, again: bool = False) -> None:
         self.region, self.phase = region, phase
         self.again = again  # a forward in a recompute of torch_remat's
-        self.claimed: set[str] | None = None
+        self.claimed_names: set[str] = set()
 
     @property
     def region_state(self) -> Any:
         return self.region.state()
-
-    @property
-    def claimed_names(self) -> set[str]:
-        if self.claimed is None:
-            self.claimed = set()
-        return self.claimed
 
 
 def _is_again() -> bool:
@@ -243,7 +229,7 @@ def remat_region(one_node: int, preserve: int, approximate: int) -> Any:
     return None if _names() is None else _Region(bool(one_node), bool(preserve), bool(approximate))
 
 
-def _through(names: _Names, pack: Any) -> Any:
+def _through(names: Any, pack: Any) -> Any:
     """Return the pack hook as called outside our region: torch_remat's own looks at its hooks."""
     before = names.active_hooks.get()
 
@@ -333,16 +319,11 @@ def original_of(x: torch.Tensor) -> torch.Tensor | None:
     ``tensor.detach()``, in which neither the grad flag nor the history is left. Its own hook, a few
     frames above, has the tensor. None where no such frame calls, or for another tensor.
     """
-    frame = sys._getframe(1)
-    for _ in range(3):
+    for frame in itertools.islice(outwards(sys._getframe(1)), 3):
         if frame.f_code.co_name == "pack" and frame.f_globals.get("__name__") == "torch_remat._api":
             original = frame.f_locals.get("tensor")
-            if isinstance(original, torch.Tensor) and original.requires_grad and _same_memory(original, x):
-                return original
-            return None
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
+            is_it = isinstance(original, torch.Tensor) and original.requires_grad and _same_memory(original, x)
+            return original if is_it else None
     return None
 
 

@@ -151,28 +151,36 @@ Call = Callable[[Tensor, Tensor, Tensor, Any, bool, Any], Any]
 _aten = torch.ops.aten
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any) -> Any:
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any) -> Any:
-    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any) -> Any:
-    return _aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal, scale=scale)
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: Any) -> Any:
-    return _aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, causal, False, scale=scale)
-
-
-#: By the node: the operator, and the node's names for the mask and the log-sum-exp.
+#: By the node: a call of the operator, and the node's names for the mask and the log-sum-exp.
 _CALLS: dict[str, tuple[Call, str | None, str]] = {
-    "ScaledDotProductFlashAttentionForCpuBackward0": (_cpu, "attn_mask", "logsumexp"),
-    "ScaledDotProductFlashAttentionBackward0": (_flash, None, "logsumexp"),
-    "ScaledDotProductEfficientAttentionBackward0": (_efficient, "attn_bias", "log_sumexp"),
-    "ScaledDotProductCudnnAttentionBackward0": (_cudnn, "attn_bias", "logsumexp"),
+    "ScaledDotProductFlashAttentionForCpuBackward0": (
+        lambda q, k, v, mask, causal, scale: _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        ),
+        "attn_mask",
+        "logsumexp",
+    ),
+    "ScaledDotProductFlashAttentionBackward0": (
+        lambda q, k, v, mask, causal, scale: _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=scale
+        ),
+        None,
+        "logsumexp",
+    ),
+    "ScaledDotProductEfficientAttentionBackward0": (
+        lambda q, k, v, mask, causal, scale: _aten._scaled_dot_product_efficient_attention(
+            q, k, v, mask, True, 0.0, causal, scale=scale
+        ),
+        "attn_bias",
+        "log_sumexp",
+    ),
+    "ScaledDotProductCudnnAttentionBackward0": (
+        lambda q, k, v, mask, causal, scale: _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, mask, True, 0.0, causal, False, scale=scale
+        ),
+        "attn_bias",
+        "logsumexp",
+    ),
 }
 
 

@@ -16,18 +16,15 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gradckpt import _C, policies
+from gradckpt._C import OP_LABEL, OP_PRODUCT, OP_RECOMPUTE, OP_REPLAY_CAST, OP_REPLAY_CHOICE
 from gradckpt._compile.graph import keep_packed, version
 from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import catch
 from gradckpt._engine.discrete_forms import OfFloats
-from gradckpt._engine.op_mixing import PRODUCT, mixing_of, warn_mixing
+from gradckpt._engine.op_mixing import mixing_of, warn_mixing
 from gradckpt._engine.op_policy import (
     ALL_FORMS,
-    LABEL,
-    RECOMPUTE,
-    REPLAY_CAST,
-    REPLAY_CHOICE,
     Policy,
     PolicyOrOps,
     Save,
@@ -213,7 +210,7 @@ def unmixed_in_graph(policy_fn_or_list: PolicyOrOps, restored: bool) -> PolicyOr
 
 def _ask_for_products(policy_fn: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     answer = policy_fn(ctx, op, *args, **kwargs)
-    if read_policy(answer, op)[0] and mixing_of(op) != PRODUCT:
+    if read_policy(answer, op)[0] and mixing_of(op) != OP_PRODUCT:
         warn_mixing(op)
         return CheckpointPolicy.PREFER_RECOMPUTE
     return answer
@@ -239,7 +236,7 @@ def asker(policy: Policy) -> Callable[..., Any]:
         # that backward compares with the input: the restored input does not contain them.
         if (
             rule is None
-            or rule.keep in (RECOMPUTE, LABEL, REPLAY_CHOICE)
+            or rule.keep in (OP_RECOMPUTE, OP_LABEL, OP_REPLAY_CHOICE)
             or (is_overload(op) and op._schema.is_mutable)
         ):
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -248,7 +245,7 @@ def asker(policy: Policy) -> Callable[..., Any]:
         call = counts[rule.group] = counts.get(rule.group, -1) + 1
         if call % rule.every != rule.phase:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if rule.keep == REPLAY_CAST and not _is_rounding_cast(args, kwargs):
+        if rule.keep == OP_REPLAY_CAST and not _is_rounding_cast(args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if rule.config is None and rule.offload is None:
             return CheckpointPolicy.MUST_SAVE

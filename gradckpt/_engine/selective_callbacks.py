@@ -22,7 +22,7 @@ from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.catching import catch
 from gradckpt._engine.op_mixing import has_effect
 from gradckpt._engine.op_policy import keeping_effects, kept, read_policy
-from gradckpt._engine.side_effects import leaves_behind
+from gradckpt._engine.side_effects import is_capturing, leaves_behind
 from gradckpt._engine.torch_objects import barred_by
 from gradckpt._patching import CHECKPOINT
 
@@ -36,7 +36,9 @@ def ask(mode: Any, op: Any, args: Any, kwargs: Any, out: Any) -> Any:
 
     False to recompute, else how its outputs are compressed.
     """
-    answer = mode.policy_fn(selective_context(out), op, *args, **(kwargs or {}))
+    context = torch_checkpoint.SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = out  # torch before 2.12 takes no keyword for it
+    answer = mode.policy_fn(context, op, *args, **(kwargs or {}))
     plain = answer is False or answer is _RECOMPUTE[0] or answer is _RECOMPUTE[1]
     keep, config, offload = (0, None, None) if plain else read_policy(answer, op)
     if keep or (answer is not _RECOMPUTE[1] and has_effect(op)):
@@ -314,25 +316,11 @@ def generator_of(args: Any, kwargs: Any) -> torch.Generator | None:
     if device.type == "cpu":
         return torch.default_generator
     module = getattr(torch, device.type, None)
-    capturing = getattr(module, "is_current_stream_capturing", None)
-    if capturing is not None and capturing():
+    if is_capturing(module):
         return None
     generators = getattr(module, "default_generators", ())
     index = module.current_device() if module is not None and device.index is None else device.index
     return generators[index] if generators else None
-
-
-if private.asks_policies_after:
-
-    def selective_context(out: Any) -> Any:
-        return torch_checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=out)
-
-else:
-
-    def selective_context(out: Any) -> Any:
-        context = torch_checkpoint.SelectiveCheckpointContext(is_recompute=False)
-        context.op_output = out
-        return context
 
 
 def record_traced(context: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

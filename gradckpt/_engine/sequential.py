@@ -31,15 +31,10 @@ class Segment:
         self.unpack_tuples = unpack_tuples
 
     def __call__(self, *inputs: Any) -> Any:
-        if not self.unpack_tuples:
-            (value,) = inputs
-            for function in self.functions:
-                value = function(value)
-            return value
-        value = inputs
+        value = inputs if self.unpack_tuples else inputs[0]
         for function in self.functions:
-            value = function(*_spread(value))
-        return value if self.functions or len(inputs) != 1 else inputs[0]
+            value = function(*_spread(value)) if self.unpack_tuples else function(value)
+        return inputs[0] if value is inputs and len(inputs) == 1 else value
 
     @property
     def __gradckpt_functions__(self) -> tuple[Callable[..., Any], ...]:

@@ -4,6 +4,7 @@ random numbers went, what was written into containers, which tensors are left, a
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,12 @@ from gradckpt._engine.discrete import FORMS
 # ---- generators ----
 
 
+def is_capturing(module: Any) -> bool:
+    """Return whether a graph is captured of what a device module's current stream does."""
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    return capturing is not None and capturing()
+
+
 def _device_generators() -> tuple[Any, ...]:
     """Return the generators of the devices in use; none while a graph is captured, which advances
     its generators when it is replayed.
@@ -26,8 +33,7 @@ def _device_generators() -> tuple[Any, ...]:
     module = getattr(torch, accelerator.type, None) if accelerator is not None else None
     if module is None or not getattr(module, "_initialized", False):
         return ()
-    capturing = getattr(module, "is_current_stream_capturing", None)
-    return () if capturing is not None and capturing() else tuple(getattr(module, "default_generators", ()))
+    return () if is_capturing(module) else tuple(getattr(module, "default_generators", ()))
 
 
 def generator_states() -> tuple[torch.Tensor, list[tuple[torch.Generator, torch.Tensor]]]:
@@ -40,6 +46,19 @@ def restore_generators(states: tuple[torch.Tensor, list[tuple[torch.Generator, t
     _C.set_cpu_rng_state(cpu)
     for generator, state in devices:
         generator.set_state(state)
+
+
+# ---- policies ----
+
+
+@contextlib.contextmanager
+def without_policies() -> Iterator[None]:
+    """Let policies of the region not look inside: its recompute does not come there."""
+    _C.hide_operators(1)
+    try:
+        yield
+    finally:
+        _C.hide_operators(-1)
 
 
 # ---- containers ----
@@ -94,7 +113,7 @@ class MadeTensors(private.TorchDispatchMode):  # type: ignore[misc]
 
 def leaves_behind(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the leaves that the gradients of these tensors flow to."""
-    for node in _nodes_behind(roots):
+    for node in graph_behind(roots):
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             yield variable
@@ -102,10 +121,11 @@ def leaves_behind(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def reaches_before(roots: Iterable[torch.Tensor], number: int) -> bool:
     """Return whether gradients flow to nodes that were made before the one of this number."""
-    return any(node._sequence_nr() < number for node in _nodes_behind(roots))
+    return any(node._sequence_nr() < number for node in graph_behind(roots))
 
 
-def _nodes_behind(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
+def graph_behind(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes that gradients of these tensors flow to."""
     seen: set[Any] = set()
     nodes = [x.grad_fn for x in roots if x.grad_fn is not None]
     while nodes:

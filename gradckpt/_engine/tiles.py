@@ -17,8 +17,14 @@ from torch.nn import Module
 
 from gradckpt._engine import buffers, parameter_hooks
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.side_effects import generator_states, holds_still, leaves_behind, restore_generators
-from gradckpt._engine.token_check import NARROW, TOKENS, TokenCheck, part_of, without_autocast_cache, without_policies
+from gradckpt._engine.side_effects import (
+    generator_states,
+    holds_still,
+    leaves_behind,
+    restore_generators,
+    without_policies,
+)
+from gradckpt._engine.token_check import NARROW, TOKENS, TokenCheck, part_of, without_autocast_cache
 from gradckpt._engine.torch_objects import barred_by, make_saved_tensor
 
 

@@ -12,7 +12,13 @@ from torch.nn import Module
 from gradckpt import _C
 from gradckpt._engine import buffers
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.side_effects import MadeTensors, generator_states, reaches_before, restore_generators
+from gradckpt._engine.side_effects import (
+    MadeTensors,
+    generator_states,
+    reaches_before,
+    restore_generators,
+    without_policies,
+)
 
 #: The dimension of the tokens: the last but one.
 TOKENS = -2
@@ -156,7 +162,7 @@ class _Trial:
         """Return those of the input and of parameters; None: the graph reaches further back."""
         restore_generators(self.random)
         wanted = [p for p in self.module.parameters() if p.requires_grad and not p._backward_hooks]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             x = torch.cat(list(tiles), TOKENS).requires_grad_()
             y = self.call(x * 1)
         if reaches_before((y,), number):
@@ -166,10 +172,6 @@ class _Trial:
         weight = torch.cat(list(weights), TOKENS)
         found = torch.autograd.grad(y, (x, *wanted), weight.to(y.dtype), allow_unused=True)
         return [torch.zeros_like(of) if g is None else g for g, of in zip(found, (x, *wanted), strict=True)]
-
-
-def _itself(x: Any) -> Any:
-    return x
 
 
 def part_of(x: torch.Tensor, i: int, count: int) -> torch.Tensor:
@@ -185,16 +187,6 @@ def without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-
-
-@contextlib.contextmanager
-def without_policies() -> Iterator[None]:
-    """Let policies of the region not look inside: its recompute does not come there."""
-    _C.hide_operators(1)
-    try:
-        yield
-    finally:
-        _C.hide_operators(-1)
 
 
 # ---- comparisons ----

@@ -14,7 +14,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,97 +75,155 @@ def _find_later(path: str, lost: str) -> Callable[[], Any]:
     return functools.cache(functools.partial(_find, path, lost))
 
 
-def _find_mode(path: str, lost: str) -> Any:
-    """Return a class to inherit from.
+# ---- the table ----
 
-    A missing one is replaced by a class that raises when it is made.
-    """
-    refusal = Missing(path)
-    replacement = type(path.rpartition(".")[2], (object,), {"__init__": lambda self, *args, **kwargs: refusal()})
-    return _find(path, lost, replacement)
+MODES, FUNCTION_MODES = "a dispatch mode inside a region", "torch.device as a context"
+KEYS, CATCHING = "policies and the replay of discrete operators", "catching operators without a dispatch mode"
+CONTAINERS, HIGHER_ORDER = "tensors in containers", "higher order operators in regions"
+SHARDED = "budgets of sharded models"
 
-
-# ---- autograd ----
-
-push_hooks = _find("torch._C._autograd._push_saved_tensors_default_hooks", EVERYTHING)
-pop_hooks = _find("torch._C._autograd._pop_saved_tensors_default_hooks", EVERYTHING)
-top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks", EVERYTHING)
-hooks_disabled = _find(
-    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", "disabled saved-tensor hooks", lambda: None
-)
-graph_task_id = _find("torch._C._current_graph_task_id", EVERYTHING)
-graph_exec_group = _find("torch._C._get_graph_exec_group", "GraphExecGroup", lambda: None)
-next_node_number = _find("torch._C._autograd._get_sequence_nr", "compress_saved()")
-running_node = _find(
-    "torch._C._current_autograd_node", "refusing an operator that nothing follows in compress_saved()", lambda: None
-)
-keeps_graph = _find("torch._C._autograd._get_current_graph_task_keep_graph", "a region that is one node")
-is_checkpoint_valid = _find("torch.autograd._is_checkpoint_valid", "use_reentrant=True")
-set_versions = _find("torch._C._autograd._unsafe_set_version_counter", "autograd's text for an input that was changed")
-make_saved_tensor = _find("torch._C._autograd._make_saved_tensor", "direct calls of the hooks around a region", None)
-#: Its attribute ``data`` tells what a node saved without unpacking it.
-SavedTensor = _find("torch._C._autograd.SavedTensor", "reading what a node saved without unpacking it", None)
-engine = _find("torch.autograd.Variable._execution_engine", "a region that is one node", None)
-run_backward = engine.run_backward if engine is not None else Missing("torch.autograd.Variable._execution_engine")
-queue_callback = engine.queue_callback if engine is not None else run_backward
-peek_functorch = _find(
-    "torch._C._functorch.peek_interpreter_stack", "noticing that torch.func transforms run", lambda: None
-)
-
-
-def _together(first: Any, *paths: str) -> Any:
-    """Return the first of several names that need each other.
-
-    It is missing if any of them is: what begins must be able to end.
-    """
-    missing = [path for path in paths if path in MISSING]
-    return Missing(missing[0]) if missing else first
-
-
-node_types = _find("torch._C._functions", "compress=", None)
-DelayedError = _together(_find("torch._C._functions.DelayedError", "compress="), "torch._C._functions")
-push_hooks = _together(
-    push_hooks,
-    "torch._C._autograd._pop_saved_tensors_default_hooks",
-    "torch._C._autograd._top_saved_tensors_default_hooks",
-)
-
-module_call = _find("torch.nn.Module._call_impl", "the names of modules in residuals()", None)
-
-# ---- tensors that C made ----
-
-adopt_tensor = _find(
-    "torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr", "making small CPU tensors without torch.empty", None
-)
-handle_of = _find(
-    "torch._C._aoti.unsafe_alloc_void_ptr_from_tensor", "making small CPU tensors without torch.empty", None
-)
-
-# ---- the profiler ----
-
-record_function = _find("torch._C._profiler._RecordFunctionFast", "track_memory()")
-profiler_active = _find("torch.autograd._profiler_enabled", "track_memory()")
-_find("torch.autograd.profiler._is_profiler_enabled", "noticing a profiler that is about to begin", False)
-
-
-def profiler_entered() -> bool:
-    """Return whether a torch profiler was entered, also one that waits for its schedule."""
-    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False) or profiler_active())
-
-
-# ---- modes, keys ----
-
-TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode", "a dispatch mode inside a region", object)
-dispatch_stack_len = _find("torch._C._len_torch_dispatch_stack", EVERYTHING)
-push_dispatch_mode = _find("torch._C._push_on_torch_dispatch_stack", "a dispatch mode inside a region")
-pop_dispatch_mode = _find("torch._C._pop_torch_dispatch_stack", "a dispatch mode inside a region")
-push_dispatch_mode = _together(push_dispatch_mode, "torch._C._pop_torch_dispatch_stack")
-dispatch_modes = _find(
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "a dispatch mode inside a region"
-)
-without_modes = _find("torch.utils._python_dispatch._disable_current_modes", "a dispatch mode around a region")
-get_dispatch_mode = _find("torch._C._get_dispatch_mode", "a dispatch mode around a region")
-mode_keys = _find("torch._C._TorchDispatchModeKey", "a dispatch mode around a region")
+#: What is lost: the names here, and where torch has them.
+TABLE: dict[str, dict[str, str]] = {
+    EVERYTHING: {
+        "push_hooks": "torch._C._autograd._push_saved_tensors_default_hooks",
+        "pop_hooks": "torch._C._autograd._pop_saved_tensors_default_hooks",
+        "top_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",
+        "graph_task_id": "torch._C._current_graph_task_id",
+        "dispatch_stack_len": "torch._C._len_torch_dispatch_stack",
+    },
+    "disabled saved-tensor hooks": {
+        "hooks_disabled": "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message"
+    },
+    "GraphExecGroup": {"graph_exec_group": "torch._C._get_graph_exec_group"},
+    "compress_saved()": {"next_node_number": "torch._C._autograd._get_sequence_nr"},
+    "refusing an operator that nothing follows in compress_saved()": {
+        "running_node": "torch._C._current_autograd_node"
+    },
+    "a region that is one node": {
+        "keeps_graph": "torch._C._autograd._get_current_graph_task_keep_graph",
+        "engine": "torch.autograd.Variable._execution_engine",
+    },
+    "use_reentrant=True": {"is_checkpoint_valid": "torch.autograd._is_checkpoint_valid"},
+    "autograd's text for an input that was changed": {"set_versions": "torch._C._autograd._unsafe_set_version_counter"},
+    "direct calls of the hooks around a region": {"make_saved_tensor": "torch._C._autograd._make_saved_tensor"},
+    # its attribute ``data`` tells what a node saved
+    "reading what a node saved without unpacking it": {"SavedTensor": "torch._C._autograd.SavedTensor"},
+    "noticing that torch.func transforms run": {"peek_functorch": "torch._C._functorch.peek_interpreter_stack"},
+    "compress=": {"node_types": "torch._C._functions", "DelayedError": "torch._C._functions.DelayedError"},
+    "the names of modules in residuals()": {"module_call": "torch.nn.Module._call_impl"},
+    "making small CPU tensors without torch.empty": {
+        "adopt_tensor": "torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr",
+        "handle_of": "torch._C._aoti.unsafe_alloc_void_ptr_from_tensor",
+    },
+    "track_memory()": {
+        "record_function": "torch._C._profiler._RecordFunctionFast",
+        "profiler_active": "torch.autograd._profiler_enabled",
+    },
+    MODES: {
+        "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+        "push_dispatch_mode": "torch._C._push_on_torch_dispatch_stack",
+        "pop_dispatch_mode": "torch._C._pop_torch_dispatch_stack",
+        "dispatch_modes": "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    },
+    "a dispatch mode around a region": {
+        "without_modes": "torch.utils._python_dispatch._disable_current_modes",
+        "get_dispatch_mode": "torch._C._get_dispatch_mode",
+        "mode_keys": "torch._C._TorchDispatchModeKey",
+    },
+    FUNCTION_MODES: {
+        "function_stack_len": "torch._C._len_torch_function_stack",
+        "push_function_mode": "torch._C._push_on_torch_function_stack",
+        "pop_function_mode": "torch._C._pop_torch_function_stack",
+        "function_modes": "torch.overrides._get_current_function_mode_stack",
+    },
+    "a function mode around a region": {"without_function_modes": "torch._C.DisableTorchFunction"},
+    KEYS: {
+        "key_of": "torch._C._dispatch_key_parse",
+        "set_included": "torch._C._dispatch_tls_set_dispatch_key_included",
+        "set_excluded": "torch._C._dispatch_tls_set_dispatch_key_excluded",
+        "is_included": "torch._C._dispatch_tls_is_dispatch_key_included",
+        "is_excluded": "torch._C._dispatch_tls_is_dispatch_key_excluded",
+    },
+    CATCHING: {
+        "has_kernel": "torch._C._dispatch_has_kernel",
+        "has_kernel_for_key": "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "has_fallback": "torch._C._dispatch_has_backend_fallback",
+    },
+    "kept outputs that torch writes into": {"all_op_names": "torch._C._dispatch_get_all_op_names"},
+    "the CPU's convolutions in plan()": {"select_conv_backend": "torch._C._select_conv_backend"},
+    "sums of gradients in place in plan()": {"storage_uses": "torch._C._storage_Use_Count"},
+    "forward-mode differentiation, higher-order operators in policies and plan()": {
+        "DispatchKey": "torch._C.DispatchKey"
+    },
+    "torch.ops.gradckpt inside autograd": {
+        "BelowInplace": "torch._C._AutoDispatchBelowADInplaceOrView",
+        "after_inplace": "torch._C._after_ADInplaceOrView_keyset",
+    },
+    "the quick look for autocast": {"any_autocast": "torch._C._is_any_autocast_enabled"},
+    "memory that several streams use": {"accelerator_stream": "torch._C._accelerator_getStream"},
+    "autocast": {"autocast_types": "torch._C._autocast_supported_devices"},
+    "torch's class for the exception that ends a recompute": {
+        "StopRecomputation": "torch.utils.checkpoint._StopRecomputationError"
+    },
+    "torch's list of operators that no policy is asked about": {
+        "ignored_ops": "torch.utils.checkpoint.SAC_IGNORED_OPS"
+    },
+    "a policy that is a function": {
+        "CachingMode": "torch.utils.checkpoint._CachingTorchDispatchMode",
+        "CachedMode": "torch.utils.checkpoint._CachedTorchDispatchMode",
+    },
+    "subgraphs in keys of higher-order operators": {"storage_key": "torch.utils.checkpoint._sac_storage_key"},
+    # torch before 2.13 traces with another kind of storage than ours
+    "tracing with gradckpt's own contexts": {"consumed": "torch.utils.checkpoint._CONSUMED"},
+    "noticing make_fx around a region": {"_is_compiling": "torch.utils.checkpoint._is_compiling"},
+    ERRORS: {
+        "CheckpointFrame": "torch.utils.checkpoint._CheckpointFrame",
+        "CheckpointHolder": "torch.utils.checkpoint._Holder",
+        "CheckpointHandle": "torch.utils.checkpoint._Handle",
+        "CheckpointHook": "torch.utils.checkpoint._checkpoint_hook",
+        "RecomputeHook": "torch.utils.checkpoint._recomputation_hook",
+        "internal_assert": "torch.utils.checkpoint._internal_assert",
+        "VersionWrapper": "torch.utils.checkpoint._VersionWrapper",
+    },
+    "torch's warning for several device types": {"infer_device_type": "torch.utils.checkpoint._infer_device_type"},
+    "debug=True": {"debug_context": "torch.utils.checkpoint._get_debug_context_and_cb"},
+    "determinism checks of your own": {
+        "determinism_checks": "torch.utils.checkpoint._allowed_determinism_checks_to_fns"
+    },
+    CONTAINERS: {
+        "tree_flatten": "torch.utils._pytree.tree_flatten",
+        "tree_unflatten": "torch.utils._pytree.tree_unflatten",
+        "tree_leaves": "torch.utils._pytree.tree_leaves",
+    },
+    "torch.compile": {"tree_map": "torch.utils._pytree.tree_map"},
+    "negated views inside a region with a policy": {"tree_map_only": "torch.utils._pytree.tree_map_only"},
+    "tensors in containers of your own": {"supported_nodes": "torch.utils._pytree.SUPPORTED_NODES"},
+    "higher order operators in policies": {"HigherOrderOperator": "torch._ops.HigherOrderOperator"},
+    HIGHER_ORDER: {
+        # the keys that new ones ignore, and those there are, by name
+        "higher_order_fallthrough": "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS",
+        "higher_order_operators": "torch._ops._higher_order_ops",
+    },
+    "flex_attention in save_attention": {"flex_attention": "torch.ops.higher_order.flex_attention"},
+    "name(), torch.compile and regions of torch_remat": {
+        "StorageWeakRef": "torch.multiprocessing.reductions.StorageWeakRef"
+    },
+    "running statistics of norms that are not derived from torch's public ones": {
+        "NormBase": "torch.nn.modules.batchnorm._NormBase"
+    },
+    "fake tensors without a mode": {"FakeTensor": "torch._subclasses.fake_tensor.FakeTensor"},
+    "the check that ranks compress alike": {"default_store": "torch.distributed.distributed_c10d._get_default_store"},
+    "plan()": {"StorageBase": "torch._C.StorageBase"},
+    SHARDED: {  # simulated collectives
+        "FakeWork": "torch._C._distributed_c10d.FakeWork",
+        "boxed_work": "torch._C._distributed_c10d.Work.boxed",
+    },
+    "noticing AOTAutograd around a region": {"guards": "torch._guards._TLS"},
+    "keeping Dynamo out of a recompute": {
+        "frame_callback": "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+        "set_frame_callback": "torch._C._dynamo.eval_frame.set_eval_frame",
+    },
+}
 
 
 def _no_function_modes() -> int:
@@ -178,52 +236,98 @@ def _no_function_modes() -> int:
     return 0
 
 
-function_stack_len = _find("torch._C._len_torch_function_stack", "torch.device as a context", _no_function_modes)
-push_function_mode = _find("torch._C._push_on_torch_function_stack", "torch.device as a context")
-pop_function_mode = _find("torch._C._pop_torch_function_stack", "torch.device as a context")
-pop_function_mode = _together(pop_function_mode, "torch._C._push_on_torch_function_stack")
-function_modes = _find("torch.overrides._get_current_function_mode_stack", "torch.device as a context")
-device_context = _find_later("torch.utils._device.DeviceContext", "torch.device as a context")
+def _refusing(path: str) -> type:
+    """Return a class to inherit from that raises when it is made."""
+    return type(path.rpartition(".")[2], (), {"__init__": lambda self, *args, **kwargs: Missing(path)()})
+
+
+#: What takes the place of a missing name; without an equivalent, a :class:`Missing` does.
+INSTEAD: dict[str, Any] = {
+    **dict.fromkeys(("hooks_disabled", "graph_exec_group", "running_node", "peek_functorch"), lambda: None),
+    **dict.fromkeys(("make_saved_tensor", "SavedTensor", "engine", "node_types", "module_call", "adopt_tensor")),
+    **dict.fromkeys(("handle_of", "consumed", "flex_attention")),
+    "frame_callback": lambda: None,
+    "TorchDispatchMode": object,
+    "function_stack_len": _no_function_modes,
+    "has_kernel": lambda name: True,
+    "has_kernel_for_key": lambda name, key: True,
+    "has_fallback": lambda key: False,
+    "all_op_names": list,
+    "select_conv_backend": lambda *how: "unknown",
+    "storage_uses": lambda storage: 3,
+    "any_autocast": lambda: True,
+    "accelerator_stream": lambda index: torch.accelerator.current_stream(index),
+    "autocast_types": lambda: ["cpu", "cuda"],
+    "StopRecomputation": type("StopRecomputation", (Exception,), {}),
+    "ignored_ops": {torch.ops.aten.detach.default, torch.ops.prim.device.default},
+    "CachingMode": _refusing("torch.utils.checkpoint._CachingTorchDispatchMode"),
+    "CachedMode": _refusing("torch.utils.checkpoint._CachedTorchDispatchMode"),
+    "storage_key": lambda func, _: func,
+    "_is_compiling": lambda *_: torch.compiler.is_compiling(),
+    "determinism_checks": {},
+    "tree_leaves": lambda tree: _found["tree_flatten"](tree)[0],
+    "supported_nodes": dict.fromkeys((tuple, list, dict, collections.OrderedDict, collections.defaultdict)),
+    "HigherOrderOperator": type(None),
+    "higher_order_fallthrough": [],
+    "higher_order_operators": {},
+    "NormBase": (
+        *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
+        *(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d),
+    ),
+    "FakeTensor": type("FakeTensor", (), {}),
+    "guards": types.SimpleNamespace(tracing_context=None),
+}
+
+#: What begins must be able to end: names that are missing where another one is.
+TOGETHER = {
+    "push_hooks": ("pop_hooks", "top_hooks"),
+    "DelayedError": ("node_types",),
+    "push_dispatch_mode": ("pop_dispatch_mode",),
+    "pop_function_mode": ("push_function_mode",),
+    "is_excluded": ("key_of",),
+}
+
+_found: dict[str, Any] = {
+    name: _find(path, lost, INSTEAD.get(name, _REFUSE)) for lost, paths in TABLE.items() for name, path in paths.items()
+}
+_paths = {name: path for paths in TABLE.values() for name, path in paths.items()}
+for _name, _others in TOGETHER.items():
+    _lacking = [_paths[_other] for _other in _others if _paths[_other] in MISSING]
+    _found[_name] = Missing(_lacking[0]) if _lacking else _found[_name]
+if _paths["HigherOrderOperator"] in MISSING:  # policies then know none
+    _found["flex_attention"] = None
+globals().update(_found)
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return what has a name of the table."""
+
+
+# ---- what is made of them ----
+
+_engine = _found["engine"]
+run_backward = _engine.run_backward if _engine is not None else Missing(_paths["engine"])
+queue_callback = _engine.queue_callback if _engine is not None else run_backward
+device_context = _find_later("torch.utils._device.DeviceContext", FUNCTION_MODES)
 #: The module whose CURRENT_DEVICE is set.
-device_module = _find_later("torch.utils._device", "torch.device as a context")
-without_function_modes = _find("torch._C.DisableTorchFunction", "a function mode around a region")
+device_module = _find_later("torch.utils._device", FUNCTION_MODES)
+#: The state that ``fully_shard`` keeps for a module, and what FSDP1 does before its first step.
+fsdp2_state = _find_later("torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state", SHARDED)
+fsdp1_lazy_init = _find_later("torch.distributed.fsdp._runtime_utils._lazy_init", SHARDED)
+_find("torch.autograd.profiler._is_profiler_enabled", "noticing a profiler that is about to begin", False)
 
-key_of = _find("torch._C._dispatch_key_parse", "policies and the replay of discrete operators")
-set_included = _find(
-    "torch._C._dispatch_tls_set_dispatch_key_included", "policies and the replay of discrete operators"
-)
-set_excluded = _find(
-    "torch._C._dispatch_tls_set_dispatch_key_excluded", "policies and the replay of discrete operators"
-)
-is_included = _find("torch._C._dispatch_tls_is_dispatch_key_included", "policies and the replay of discrete operators")
-is_excluded = _find("torch._C._dispatch_tls_is_dispatch_key_excluded", "policies and the replay of discrete operators")
-is_excluded = _together(is_excluded, "torch._C._dispatch_key_parse")
-#: Without these nothing is caught on the key.
-has_kernel = _find("torch._C._dispatch_has_kernel", "catching operators without a dispatch mode", lambda name: True)
-all_op_names = _find("torch._C._dispatch_get_all_op_names", "kept outputs that torch writes into", list)
-has_kernel_for_key = _find(
-    "torch._C._dispatch_has_kernel_for_dispatch_key",
-    "catching operators without a dispatch mode",
-    lambda name, key: True,
-)
-has_fallback = _find(
-    "torch._C._dispatch_has_backend_fallback", "catching operators without a dispatch mode", lambda key: False
-)
-select_conv_backend = _find("torch._C._select_conv_backend", "the CPU's convolutions in plan()", lambda *how: "unknown")
-storage_uses = _find("torch._C._storage_Use_Count", "sums of gradients in place in plan()", lambda storage: 3)
-DispatchKey = _find(
-    "torch._C.DispatchKey", "forward-mode differentiation, higher-order operators in policies and plan()"
-)
-BelowInplace = _find("torch._C._AutoDispatchBelowADInplaceOrView", "torch.ops.gradckpt inside autograd")
-after_inplace = _find("torch._C._after_ADInplaceOrView_keyset", "torch.ops.gradckpt inside autograd")
 
-any_autocast = _find("torch._C._is_any_autocast_enabled", "the quick look for autocast", lambda: True)
-accelerator_stream = _find(
-    "torch._C._accelerator_getStream",
-    "memory that several streams use",
-    lambda index: torch.accelerator.current_stream(index),
-)
-autocast_types = _find("torch._C._autocast_supported_devices", "autocast", lambda: ["cpu", "cuda"])
+def profiler_entered() -> bool:
+    """Return whether a torch profiler was entered, also one that waits for its schedule."""
+    began = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+    return bool(began or _found["profiler_active"]())
+
+
+def tracing_context() -> Any:
+    """Return what identifies the graph that is traced or compiled in this thread, or None."""
+    return getattr(_found["guards"], "tracing_context", None)
+
 
 #: torch since 2.15 keeps per thread whether torch.fx traces; its recompute sets the forward's.
 fx_tracing = getattr(torch.fx._symbolic_trace, "_get_is_fx_tracing", None)
@@ -231,37 +335,15 @@ set_fx_tracing = getattr(torch.fx._symbolic_trace, "_set_is_fx_tracing", None)
 
 # ---- torch.utils.checkpoint ----
 
-StopRecomputation = _find(
-    "torch.utils.checkpoint._StopRecomputationError",
-    "torch's class for the exception that ends a recompute",
-    type("StopRecomputation", (Exception,), {}),
-)
-ignored_ops = _find(
-    "torch.utils.checkpoint.SAC_IGNORED_OPS",
-    "torch's list of operators that no policy is asked about",
-    {torch.ops.aten.detach.default, torch.ops.prim.device.default},
-)
-CachingMode = _find_mode("torch.utils.checkpoint._CachingTorchDispatchMode", "a policy that is a function")
-CachedMode = _find_mode("torch.utils.checkpoint._CachedTorchDispatchMode", "a policy that is a function")
-storage_key = _find(
-    "torch.utils.checkpoint._sac_storage_key", "subgraphs in keys of higher-order operators", lambda func, _: func
-)
-#: Torch before 2.13 traces with another kind of storage than ours.
-consumed = _find("torch.utils.checkpoint._CONSUMED", "tracing with gradckpt's own contexts", None)
 #: torch before 2.12 asks a policy before the operator runs.
 asks_policies_after = (
     "op_output" in inspect.signature(torch.utils.checkpoint.SelectiveCheckpointContext.__init__).parameters
-)
-_is_compiling = _find(
-    "torch.utils.checkpoint._is_compiling",
-    "noticing make_fx around a region",
-    lambda *_: torch.compiler.is_compiling(),
 )
 
 
 def is_tracing_checkpoint() -> bool:
     """Return whether torch's selective contexts record a graph; it reads none of its arguments."""
-    return bool(_is_compiling(None, None, None))
+    return bool(_found["_is_compiling"](None, None, None))
 
 
 _registry = types.SimpleNamespace(_data={})
@@ -280,15 +362,6 @@ def names_with_effect() -> list[str]:
 
 def has_effect(name: str) -> bool:
     return name in _registry._data and _registry._data[name].effect.effect is not None
-
-
-CheckpointFrame = _find("torch.utils.checkpoint._CheckpointFrame", ERRORS)
-CheckpointHolder = _find("torch.utils.checkpoint._Holder", ERRORS)
-CheckpointHandle = _find("torch.utils.checkpoint._Handle", ERRORS)
-CheckpointHook = _find("torch.utils.checkpoint._checkpoint_hook", ERRORS)
-RecomputeHook = _find("torch.utils.checkpoint._recomputation_hook", ERRORS)
-internal_assert = _find("torch.utils.checkpoint._internal_assert", ERRORS)
-VersionWrapper = _find("torch.utils.checkpoint._VersionWrapper", ERRORS)
 
 
 def is_of_checkpoint(function: Any) -> bool:
@@ -331,67 +404,6 @@ def generator_with(**globals_: Any) -> Callable[..., Any]:
         return lambda function: whole(function, (), {})
     return _copy_of(name, **globals_)  # type: ignore[no-any-return]
 
-
-infer_device_type = _find("torch.utils.checkpoint._infer_device_type", "torch's warning for several device types")
-debug_context = _find("torch.utils.checkpoint._get_debug_context_and_cb", "debug=True")
-determinism_checks = _find(
-    "torch.utils.checkpoint._allowed_determinism_checks_to_fns", "determinism checks of your own", {}
-)
-
-# ---- the rest ----
-
-_CONTAINERS: dict[type, Any] = dict.fromkeys((tuple, list, dict, collections.OrderedDict, collections.defaultdict))
-tree_flatten = _find("torch.utils._pytree.tree_flatten", "tensors in containers")
-tree_unflatten = _find("torch.utils._pytree.tree_unflatten", "tensors in containers")
-tree_leaves = _find("torch.utils._pytree.tree_leaves", "tensors in containers", lambda tree: tree_flatten(tree)[0])
-tree_map = _find("torch.utils._pytree.tree_map", "torch.compile")
-tree_map_only = _find("torch.utils._pytree.tree_map_only", "negated views inside a region with a policy")
-supported_nodes = _find("torch.utils._pytree.SUPPORTED_NODES", "tensors in containers of your own", _CONTAINERS)
-HigherOrderOperator = _find("torch._ops.HigherOrderOperator", "higher order operators in policies", type(None))
-#: The keys that new ones ignore, and those there are, by name.
-higher_order_fallthrough = _find(
-    "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", "higher order operators in regions", []
-)
-higher_order_operators: dict[str, Any] = _find("torch._ops._higher_order_ops", "higher order operators in regions", {})
-flex_attention = _find("torch.ops.higher_order.flex_attention", "flex_attention in save_attention", None)
-if "torch._ops.HigherOrderOperator" in MISSING:  # policies then know none
-    flex_attention = None
-StorageWeakRef = _find(
-    "torch.multiprocessing.reductions.StorageWeakRef", "name(), torch.compile and regions of torch_remat"
-)
-NormBase = _find(
-    "torch.nn.modules.batchnorm._NormBase",
-    "running statistics of norms that are not derived from torch's public ones",
-    (*(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
-     *(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)),
-)  # fmt: skip
-FakeTensor = _find(
-    "torch._subclasses.fake_tensor.FakeTensor", "fake tensors without a mode", type("FakeTensor", (), {})
-)
-default_store = _find("torch.distributed.distributed_c10d._get_default_store", "the check that ranks compress alike")
-StorageBase = _find("torch._C.StorageBase", "plan()")
-#: Simulated collectives, the state that ``fully_shard`` keeps for a module, and what FSDP1 does
-#: before its first step.
-FakeWork = _find("torch._C._distributed_c10d.FakeWork", "budgets of sharded models")
-boxed_work = _find("torch._C._distributed_c10d.Work.boxed", "budgets of sharded models")
-fsdp2_state = _find_later(
-    "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state", "budgets of sharded models"
-)
-fsdp1_lazy_init = _find_later("torch.distributed.fsdp._runtime_utils._lazy_init", "budgets of sharded models")
-guards = _find(
-    "torch._guards._TLS", "noticing AOTAutograd around a region", types.SimpleNamespace(tracing_context=None)
-)
-
-
-def tracing_context() -> Any:
-    """Return what identifies the graph that is traced or compiled in this thread, or None."""
-    return getattr(guards, "tracing_context", None)
-
-
-frame_callback = _find(
-    "torch._C._dynamo.eval_frame.get_eval_frame_callback", "keeping Dynamo out of a recompute", lambda: None
-)
-set_frame_callback = _find("torch._C._dynamo.eval_frame.set_eval_frame", "keeping Dynamo out of a recompute")
 
 # ---- Dynamo, looked up when it is there ----
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 #: Packages whose frames stand between the user's line and ours.
@@ -28,11 +29,16 @@ def _is_of(frame: FrameType, packages: frozenset[str]) -> bool:
     return name.partition(".")[0] in packages or frame.f_code.co_filename.startswith(("<eval_with_key>", "<frozen"))
 
 
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield this frame, the one that called it, and so on."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def outside(frame: FrameType | None, packages: frozenset[str] = LIBRARIES) -> FrameType | None:
     """Return the innermost frame, from this one outwards, that belongs to none of the packages."""
-    while frame is not None and _is_of(frame, packages):
-        frame = frame.f_back
-    return frame
+    return next((each for each in outwards(frame) if not _is_of(each, packages)), None)
 
 
 def user_frame() -> FrameType | None:
@@ -47,8 +53,5 @@ def user_frame() -> FrameType | None:
     threads = sys._current_frames()
     threads.pop(threading.get_ident(), None)
     main = threads.pop(threading.main_thread().ident or 0, None)
-    for frame in (main, *threads.values()):
-        found = outside(frame) if frame is not None and _is_of(frame, LIBRARIES) else None
-        if found is not None:
-            return found
-    return None
+    waiting = (frame for frame in (main, *threads.values()) if frame is not None and _is_of(frame, LIBRARIES))
+    return next(filter(None, map(outside, waiting)), None)

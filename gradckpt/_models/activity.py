@@ -20,11 +20,12 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gradckpt._C import OP_SAVE
 from gradckpt._config import CompressionConfig, warn_inactive
 from gradckpt._engine import ill_conditioned, selective
 from gradckpt._engine.op_mixing import ran_again
-from gradckpt._engine.op_policy import SAVE, Policy
-from gradckpt._engine.user_lines import outside
+from gradckpt._engine.op_policy import Policy
+from gradckpt._engine.user_lines import outside, outwards
 from gradckpt._stats import Stats, stats
 from gradckpt.policies import ATTENTION
 
@@ -225,13 +226,13 @@ def _keeps_nothing(policy: Any, s: Stats) -> bool:
         return False
     if not isinstance(policy, Policy):
         return not ran_again  # of which a warning has said why
-    return any(rule.keep == SAVE for rule in policy.rules.values()) and ran_again.isdisjoint(policy.rules)
+    return any(rule.keep == OP_SAVE for rule in policy.rules.values()) and ran_again.isdisjoint(policy.rules)
 
 
 def _why_nothing_kept(policy: Any) -> str:
     if not isinstance(policy, Policy):
         return "the function saved none of the operators that ran; return save() for one of them"
-    ops = [rule.op for rule in policy.rules.values() if rule.keep == SAVE]
+    ops = [rule.op for rule in policy.rules.values() if rule.keep == OP_SAVE]
     if all(op in ATTENTION for op in ops):
         kinds = {
             f"{type(m).__name__} has {kind!r}" for m in _alive() if (kind := _attention_of(m)) not in (None, "sdpa")
@@ -293,12 +294,10 @@ FROZEN = "are frozen, and so is all before them, so backward needs nothing of th
 
 def inside_torchs_checkpoint() -> str | None:
     """Return the user's line that calls torch's checkpoint, if this runs inside it, else None."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame in outwards(sys._getframe(1)):
         if frame.f_code.co_filename == torch_checkpoint.__file__:
             user = outside(frame)
             return f"{user.f_code.co_filename}:{user.f_lineno}" if user is not None else "in autograd"
-        frame = frame.f_back
     return None
 
 
@@ -341,11 +340,14 @@ def _alive() -> list[torch.nn.Module]:
 
 
 class _Expectation:
-    """The expectation that by the second optimizer step of a model, a region has run."""
+    """The expectation that by the second optimizer step of a model, a region has run. ``always``:
+    that one runs in each step; two in a row without are said.
+    """
 
-    def __init__(self, model: torch.nn.Module, why_not: Callable[[Any], tuple[str, bool] | None]) -> None:
+    def __init__(self, model: torch.nn.Module, why_not: Callable[[Any], tuple[str, bool] | None], always: bool) -> None:
         self.model = weakref.ref(model)
         self.why_not = why_not
+        self.always = always
         self.steps = 0
 
     def met(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -353,6 +355,9 @@ class _Expectation:
         model = self.model()
         if model is None:
             return True
+        if self.always and self.why_not(model) is None:
+            self.steps = 0
+            return False
         mine = set(map(id, model.parameters()))
         self.steps += any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
         if self.steps < PATIENCE:
@@ -361,19 +366,6 @@ class _Expectation:
         if reason is not None:
             say(*reason)
         return True
-
-
-class _Watch(_Expectation):
-    """The expectation that in each step of a model a region runs; two in a row without are said."""
-
-    def met(self, optimizer: torch.optim.Optimizer) -> bool:
-        model = self.model()
-        if model is None:
-            return True
-        if self.why_not(model) is None:
-            self.steps = 0
-            return False
-        return super().met(optimizer)
 
 
 _expectations: list[_Expectation] = []
@@ -395,20 +387,13 @@ def _listen() -> None:
     register_optimizer_step_post_hook(_stepped)
 
 
-def expect(model: torch.nn.Module, why_not: Callable[[Any], tuple[str, bool] | None]) -> None:
+def expect(model: torch.nn.Module, why_not: Callable[[Any], tuple[str, bool] | None], *, always: bool = False) -> None:
     """Ask ``why_not(model)`` after the second optimizer step of the model why no region ran.
 
-    It returns the arguments of :func:`say`, or None if one did.
+    It returns the arguments of :func:`say`, or None if one did. ``always``: ask after each step, at
+    next to no cost, in place of an earlier such question about the model.
     """
     _listen()
-    _expectations.append(_Expectation(model, why_not))
-
-
-def watch(model: torch.nn.Module, why_not: Callable[[Any], tuple[str, bool] | None]) -> None:
-    """Ask ``why_not(model)`` after each optimizer step, in place of an earlier watch of the model.
-
-    It returns None if all is well, at next to no cost.
-    """
-    _listen()
-    _expectations[:] = [each for each in _expectations if not (isinstance(each, _Watch) and each.model() is model)]
-    _expectations.append(_Watch(model, why_not))
+    if always:
+        _expectations[:] = [each for each in _expectations if not (each.always and each.model() is model)]
+    _expectations.append(_Expectation(model, why_not, always))

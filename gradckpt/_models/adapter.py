@@ -15,21 +15,20 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 from torch.nn import ModuleList
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt import _C
-from gradckpt._engine.arguments import HOOKS_SEE_KEPT
+from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_int
 from gradckpt._engine.places import place_of
 from gradckpt._engine.torch_private import hooks_see_kept
+from gradckpt._engine.user_lines import outwards
 from gradckpt._models import activity
 from gradckpt._models.inactivity import ADAPTER, HELD, InactivityMonitor, after_forward, before_forward, describe
 from gradckpt._models.keywords import (
     Settings,
-    check_every_n_layers,
     check_together,
     check_torchs,
     is_old_default,
@@ -159,7 +158,7 @@ class Adapter(_Replacement):
         buffers = {"buffers": keywords.pop("buffers")} if "buffers" in self.settings.keywords else {}
         settings = pop_our_keys(keywords, Settings() if self.by_flag and named else self.settings)
         if "every_n_layers" not in given.keywords and every_n_layers != 1:
-            settings = dataclasses.replace(settings, every_n_layers=check_every_n_layers(every_n_layers))
+            settings = dataclasses.replace(settings, every_n_layers=check_int("every_n_layers", every_n_layers, 1))
         offloads = _offloads(base)
         where = _where(base) if offloads and not written else True
         if given.args or not (base in _KNOWN or offloads):
@@ -298,12 +297,12 @@ def _where(base: Any) -> Any:
     """Return the value of ``offload=`` that transformers' function was made for: that knows only
     whether it is true.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and _PLACE not in vars(base):
-        names = frame.f_code.co_name, frame.f_globals.get("__name__", "")
-        if names[0].endswith("checkpointing_enable") and names[1].startswith("transformers."):
-            vars(base)[_PLACE] = frame.f_locals.get("offload", True)
-        frame = frame.f_back
+    if _PLACE not in vars(base):
+        for frame in outwards(sys._getframe()):
+            names = frame.f_code.co_name, frame.f_globals.get("__name__", "")
+            if names[0].endswith("checkpointing_enable") and names[1].startswith("transformers."):
+                vars(base)[_PLACE] = frame.f_locals.get("offload", True)
+                break
     where = vars(base).get(_PLACE, True)
     return bool(where) if isinstance(where, int) else where
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from gradckpt._engine.buffers import Calling
+
 #: The types of most arguments; they are tested first, for speed.
 NO_CACHE = (torch.Tensor, type(None), int, float, str, tuple)
 
@@ -59,22 +61,12 @@ class Cache:
         return value.take() if isinstance(value, Cache) else value
 
 
-class WithCaches:
+class WithCaches(Calling):
     """A forward that gets a :class:`Cache` for each cache."""
-
-    __slots__ = ("forward",)
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         given = {key: Cache.release(value) for key, value in kwargs.items()}
-        return self.forward(*map(Cache.release, args), **given)
-
-    @property
-    def __gradckpt_functions__(self) -> tuple[Any, ...]:
-        """The functions inside, for gradckpt._engine.buffers."""
-        return (self.forward,)
+        return self.function(*map(Cache.release, args), **given)
 
 
 def with_caches(

@@ -7,45 +7,30 @@ unfinished collective (``AsyncCollectiveTensor``, which parallel layers return) 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.buffers import Calling
 
 
-class _Spec(NamedTuple):
-    mesh: Any
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-class _Remade:
+@dataclasses.dataclass(slots=True, eq=False)
+class _Remade(Calling):
     """A function that gets the shards of its DTensors."""
 
-    __slots__ = ("function", "specs")
-
-    def __init__(self, function: Callable[..., Any], specs: dict[int, _Spec]) -> None:
-        self.function = function
-        self.specs = specs  # by the place among the leaves of the arguments
+    remake: dict[int, Callable[[Any], Any]]  # by the place among the leaves of the arguments
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        from_local = sys.modules["torch.distributed.tensor"].DTensor.from_local
         leaves, tree = private.tree_flatten((args, kwargs))
-        for place, spec in self.specs.items():
-            leaves[place] = from_local(
-                leaves[place], spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-            )
+        for place, of_shard in self.remake.items():
+            leaves[place] = of_shard(leaves[place])
         args, kwargs = private.tree_unflatten(leaves, tree)
         return self.function(*args, **kwargs)
-
-    @property
-    def __gradckpt_functions__(self) -> tuple[Any, ...]:
-        """The functions inside, for gradckpt._engine.buffers."""
-        return (self.function,)
 
 
 class _Arrived(torch.autograd.Function):
@@ -76,7 +61,7 @@ def localized(
     if not _holds((*args, *kwargs.values()), (library.DTensor, late)):
         return function, args, kwargs
     leaves, tree = private.tree_flatten((args, kwargs))
-    specs: dict[int, _Spec] = {}
+    remake: dict[int, Callable[[Any], Any]] = {}
     changed = False
     for place, x in enumerate(leaves):
         if type(x) not in (library.DTensor, late) or not x.requires_grad or not (leaves_too or x.grad_fn is not None):
@@ -84,14 +69,21 @@ def localized(
         if type(x) is library.DTensor:
             if any(placement.is_partial() for placement in x.placements):
                 continue
-            specs[place] = _Spec(x.device_mesh, x.placements, x.shape, x.stride())
+            remake[place] = functools.partial(
+                library.DTensor.from_local,
+                device_mesh=x.device_mesh,
+                placements=x.placements,
+                run_check=False,
+                shape=x.shape,
+                stride=x.stride(),
+            )
             x = x.to_local()
         leaves[place] = _Arrived.apply(x) if type(x) is late else x  # type: ignore[no-untyped-call]
         changed = True
     if not changed:
         return function, args, kwargs
     args, kwargs = private.tree_unflatten(leaves, tree)
-    return _Remade(function, specs) if specs else function, args, kwargs
+    return _Remade(function, remake) if remake else function, args, kwargs
 
 
 def _holds(values: Any, kind: tuple[type, ...]) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress, written
-from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_bool, check_option
+from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress
+from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_bool, check_int, check_option
 from gradckpt._engine.selective import contexts_of
 from gradckpt._models.rules import saved_settings
 from gradckpt._offload import Offload, parse_offload
@@ -31,7 +31,7 @@ OURS = (
 )
 
 #: Keys that only we use. Others use ``policy`` as well.
-_MARKS = frozenset(OURS[:7])
+_MARKS = frozenset(OURS[:6])
 
 #: torch's keywords, in any version.
 TORCHS = tuple(
@@ -70,7 +70,7 @@ def pop_our_keys(keywords: dict[str, Any], base: Settings) -> Settings:
         return Settings(planned=True)
     _read_selective(keywords)
     ours = {key: keywords.pop(key) for key in OURS if key in keywords}
-    every_n_layers = check_every_n_layers(ours.get("every_n_layers", base.every_n_layers))
+    every_n_layers = check_int("every_n_layers", ours.get("every_n_layers", base.every_n_layers), 1)
     offload = parse_offload(ours.get("offload", base.offload))
     context_fn = contexts_of(ours["policy"]) if "policy" in ours else base.context_fn
     recompute = check_bool("recompute", ours.get("recompute", base.recompute))
@@ -150,14 +150,6 @@ def _config(ours: Mapping[str, Any], base: Settings) -> CompressionConfig | None
     return dataclasses.replace(config, **fields)
 
 
-def check_every_n_layers(n: Any) -> int:
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"gradckpt: every_n_layers is an int, not {written(n)}")
-    if n < 1:
-        raise ValueError(f"gradckpt: every_n_layers is 1 or more, not {n}")
-    return n
-
-
 def check_alone(keywords: Mapping[str, Any], base: Settings | None = None) -> None:
     """Check the kwargs of a Trainer. Other unknown keys pass: they may be removed before the layers
     get them.
@@ -225,28 +217,20 @@ def check_reentrant(settings: Settings) -> None:
     Raises:
         ValueError: It does not.
     """
-    keyword = None
-    if settings.config is not None:
-        keyword = f"compress={settings.config.codec!r}"
-    elif settings.context_fn is not None:
-        keyword = "policy="
-    elif settings.offload is not None:
-        keyword = "offload="
+    compress = "" if settings.config is None else f"compress={settings.config.codec!r}"
+    others = {"policy=": settings.context_fn, "offload=": settings.offload}
+    keyword = compress or next((name for name, value in others.items() if value is not None), None)
     if keyword is not None:
-        instead = ", or pass compress=None" if settings.config is not None else ""
         raise ValueError(
             f"gradckpt: {keyword} needs use_reentrant=False; leave use_reentrant=True out of the checkpointing "
-            f"kwargs{instead}"
+            f"kwargs{', or pass compress=None' if compress else ''}"
         )
 
 
 def misspelt(keywords: Any) -> str | None:
     """Return the first key that looks like a misspelt one of ours."""
-    for key in keywords if isinstance(keywords, Mapping) else ():
-        near = _near(key)
-        if near in OURS and key not in OURS:
-            return str(key)
-    return None
+    given = keywords if isinstance(keywords, Mapping) else ()
+    return next((str(key) for key in given if key not in OURS and _near(key) in OURS), None)
 
 
 def means_ours(keywords: Any) -> bool:
@@ -258,9 +242,7 @@ def means_ours(keywords: Any) -> bool:
         return False
     if not isinstance(keywords.get("offload", False), bool):
         return True
-    if _MARKS.isdisjoint(keywords):
-        return False
-    return any(key in keywords for key in _MARKS - {"policy"}) or is_known(keywords["policy"])
+    return not _MARKS.isdisjoint(keywords) or is_known(keywords.get("policy"))
 
 
 def is_old_default(keywords: Mapping[str, Any]) -> bool:

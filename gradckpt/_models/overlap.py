@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 from torch.nn import Module
+
+from gradckpt._engine.user_lines import outwards
 
 #: The attribute in which a wrapper of one module holds it: torch's activation wrappers, FSDP,
 #: torch.compile.
@@ -48,8 +49,7 @@ def check_around(module: Module, how: str, way_out: str) -> None:
     if library is None:
         return
     code = library.CheckpointWrapper.forward.__code__  # ours has its own forward
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in outwards(sys._getframe(1)):
         if frame.f_code is code:
             outer: Any = frame.f_locals["self"]
             *_, block = block_of(outer)
@@ -61,4 +61,3 @@ def check_around(module: Module, how: str, way_out: str) -> None:
                 "torch's CheckpointWrapper; leave out apply_activation_checkpointing or FSDP's "
                 f"activation_checkpointing flag{out}"
             )
-        frame = frame.f_back

@@ -100,12 +100,8 @@ class RankCheck:
         elif dist.get_world_size() == 1 or os.environ.get(SWITCH) == "0" or _table_of(group).settle(self):
             self._settled_in = weakref.ref(group)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"label": self.label, "uses": self.uses, "of_class": self.of_class}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._settled_in = _unsettled
+    def __reduce__(self) -> Any:
+        return RankCheck, (self.label, self.uses, self.of_class)
 
 
 def _unsettled() -> Any:

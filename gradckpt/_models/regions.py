@@ -109,7 +109,8 @@ class Chosen:
             region.install()
         activity.register(self.tree.model)
         activity.expect(self.tree.model, _why_inactive)
-        activity.watch(self.tree.model, functools.partial(_why_replaced, list(map(weakref.ref, regions))))
+        why_replaced = functools.partial(_why_replaced, list(map(weakref.ref, regions)))
+        activity.expect(self.tree.model, why_replaced, always=True)
 
 
 # ---- the wrapper ----

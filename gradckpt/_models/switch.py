@@ -19,10 +19,9 @@ from torch.nn import Module
 
 from gradckpt import _C
 from gradckpt._config import Compress
-from gradckpt._engine.arguments import check_bool
+from gradckpt._engine.arguments import check_bool, check_int
 from gradckpt._engine.places import place_of
 from gradckpt._models.adapter import ADAPTERS
-from gradckpt._models.keywords import check_every_n_layers
 from gradckpt._models.kinds import KINDS, has_relu_and_batch_norm, repeated_blocks, width_of
 from gradckpt._models.regions import choose, region_of, regions_in
 from gradckpt._models.rules import OF_MODULES, Settings, is_saved, parse_options, summary
@@ -109,7 +108,7 @@ def enable(
     if place is not None and not recompute and compress in (None, False):
         compress = "raw"  # saved tensors move as they are
     options = parse_options({"compress": compress, **given}, {}, ("modules", "every_n_layers", *OF_MODULES))
-    check_every_n_layers(every_n_layers)
+    check_int("every_n_layers", every_n_layers, 1)
     place_of(place)  # its errors are said now
     whole = models.inner_model(model)
     if modules is None and not recompute:

@@ -15,6 +15,7 @@ Forms of ``parts=``:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 from gradckpt import _C
 from gradckpt._engine import kept_calls
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.buffers import Calling
 from gradckpt._engine.side_effects import MadeTensors, holds_still, leaves_behind, reaches_before
 from gradckpt._engine.tiles import run_in_tiles
 from gradckpt._engine.token_check import TokenCheck
@@ -133,34 +135,26 @@ class Part(Inner):
         return f"<forward of {self.kind}, a part of a region{', kept' if self.kept_as else ''}>"
 
 
-class _Called:
+@dataclasses.dataclass(slots=True, eq=False)
+class _Called(Calling):
     """A forward that gets the tensors of a call by their order, each once, since attention asks
     whether two are one. Those given by keyword would be kept, where the recompute of the enclosing
     region makes them again.
     """
 
-    __slots__ = ("forward", "rest", "spec")
-
-    def __init__(self, forward: Callable[..., Any], rest: list[tuple[Any] | int], spec: Any) -> None:
-        self.forward = forward
-        self.rest = rest  # a number: a tensor
-        self.spec = spec
+    rest: list[tuple[Any] | int]  # a number: a tensor
+    spec: Any
 
     def __call__(self, *tensors: Any) -> Any:
         leaves = [tensors[each] if isinstance(each, int) else each[0] for each in self.rest]
         args, kwargs = private.tree_unflatten(leaves, self.spec)
-        result = self.forward(*args, **kwargs)
+        result = self.function(*args, **kwargs)
         if not holds_still((args, kwargs), leaves, self.spec):
             raise ValueError(
                 "gradckpt: parts= runs modules as regions of their own, and one writes into a list or dict that it is "
                 "given; leave parts= out"
             )
         return result
-
-    @property
-    def __gradckpt_functions__(self) -> tuple[Any, ...]:
-        """The functions inside, for gradckpt._engine.buffers."""
-        return (self.forward,)
 
 
 class Tiled(Inner):

@@ -27,6 +27,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import (
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from gradckpt._engine.arguments import check_bool, own_keywords
+from gradckpt._engine.buffers import Calling
 from gradckpt._models.offload import region_at
 from gradckpt._models.rules import parse_options
 from gradckpt._offload import Offload
@@ -105,19 +106,16 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(function, *args)
 
 
-class _Tracked:
+@dataclasses.dataclass(slots=True, eq=False)
+class _Tracked(Calling):
     """A region's function while DeepSpeed's tracker has states.
 
     Its recompute begins with the tracker's states in the forward, and restores the current ones
     afterwards.
     """
 
-    __slots__ = ("function", "ran", "states")
-
-    def __init__(self, function: Callable[..., Any], states: dict[str, Any]) -> None:
-        self.function = function
-        self.states = states
-        self.ran = False
+    states: dict[str, Any]
+    ran: bool = False
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self.ran:
@@ -130,11 +128,6 @@ class _Tracked:
             return self.function(*args, **kwargs)
         finally:
             tracker.set_states(now)
-
-    @property
-    def __gradckpt_functions__(self) -> tuple[Any, ...]:
-        """The functions inside, for gradckpt._engine.buffers."""
-        return (self.function,)
 
 
 def configure(

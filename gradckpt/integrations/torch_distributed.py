@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from gradckpt._C import checkpoint
 from gradckpt._config import Compress
+from gradckpt._engine.arguments import check_bool
 from gradckpt._models.kinds import Tree
 from gradckpt._models.overlap import block_of, check_around, is_wrapper
 from gradckpt._models.ranks import RankCheck, spell
@@ -173,8 +174,7 @@ def _settings_of(compress: Compress, options: Mapping[str, Any], nested: bool) -
             "gradckpt: checkpoint_wrapper() does not call checkpoint_fn=; leave it out, or use torch's "
             "checkpoint_wrapper"
         )
-    if not isinstance(nested, bool):
-        raise TypeError(f"gradckpt: nested is True or False, not {nested!r}")
+    check_bool("nested", nested)
     return parse_options({"compress": compress, **options}, {}, ("offload",))
 
 
