@@ -17,8 +17,7 @@ static gck_memory_change *copy_changes(PyObject *object, int64_t *n)
         return NULL;
     }
     if (view.len % (Py_ssize_t)sizeof *changes != 0) {
-        PyErr_Format(PyExc_ValueError, "gradckpt: changes has %zd bytes; pass 24 for each: bytes, name, stream",
-                     view.len);
+        PyErr_Format(PyExc_ValueError, "gradckpt: changes has %zd bytes; pass 16 for each: bytes, name", view.len);
     } else if ((changes = malloc((size_t)view.len + 1)) == NULL) {
         PyErr_NoMemory();
     } else {
@@ -29,48 +28,32 @@ static gck_memory_change *copy_changes(PyObject *object, int64_t *n)
     return changes;
 }
 
-static PyObject *dict_of(const gck_memory_use *use, int has_needed, int64_t needed)
+PyObject *gck_memory_use_py(PyObject *module, PyObject *object)
 {
-    PyObject *found = has_needed ? PyLong_FromLongLong(needed) : Py_NewRef(Py_None);
-
-    return Py_BuildValue("{sO sL sL sL sN}", "completed", use->completed ? Py_True : Py_False, "requested",
-                         (long long)use->requested, "allocated", (long long)use->allocated, "reserved",
-                         (long long)use->reserved, "needed", found);
-}
-
-PyObject *gck_memory_use_py(PyObject *module, PyObject *args, PyObject *keywords)
-{
-    static const char *const names[] = {"changes", "expandable", "capacity", NULL};
     gck_memory_trace trace = {.n = 0};
-    gck_memory_change *changes;
+    gck_memory_change *changes = copy_changes(object, &trace.n);
     gck_memory_use use;
-    PyObject *object, *capacity = Py_None;
-    int64_t limit = -1, needed = 0;
     int status;
 
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|pO:memory_use", (char **)names, &object, &trace.expandable,
-                                     &capacity)
-        || (capacity != Py_None && (limit = PyLong_AsLongLong(capacity)) == -1 && PyErr_Occurred())
-        || (changes = copy_changes(object, &trace.n)) == NULL) {
+    if (changes == NULL) {
         return NULL;
     }
     trace.changes = changes;
     Py_BEGIN_ALLOW_THREADS
     status = gck_memory_trace_check(&trace);
-    if (status == GCK_OK) {
-        status = capacity != Py_None ? gck_memory_trace_play(&trace, limit, &use)
-                                     : gck_memory_trace_needed(&trace, &use, &needed);
-    }
+    status = status == GCK_OK ? gck_memory_trace_needed(&trace, &use) : status;
     Py_END_ALLOW_THREADS
     free(changes);
     if (status == GCK_OK) {
-        return dict_of(&use, capacity == Py_None, needed);
+        return Py_BuildValue("{sL sL sL sL}", "requested", (long long)use.requested, "allocated",
+                             (long long)use.allocated, "reserved", (long long)use.reserved, "needed",
+                             (long long)use.needed);
     }
     if (status == GCK_E_MEMORY) {
         return PyErr_NoMemory();
     }
     PyErr_SetString(PyExc_ValueError, "gradckpt: a change is out of range, or its name is used twice; pass (bytes, "
-                                      "name, stream), 0 bytes to release");
+                                      "name), 0 bytes to release");
     return NULL;
 }

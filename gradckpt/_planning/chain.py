@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from gradckpt._planning.options import RECOMPUTE, Option
 from gradckpt._planning.segments import Segment, StepTrace
 
-__all__ = ["UNAVAILABLE", "Chain", "Choice", "Chosen", "Costs", "Infeasible", "approach"]
 Choice = tuple[int, ...]  # the option of each call, by number
 
 #: ``need`` of an option that a region does not have.

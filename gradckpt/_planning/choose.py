@@ -19,7 +19,6 @@ from gradckpt._planning.chain import UNAVAILABLE, Chain, Choice, Chosen, Costs, 
 from gradckpt._planning.options import KEEP
 from gradckpt._planning.segments import StepTrace
 
-__all__ = ["PRICES", "Chooser", "front_of", "improved"]
 _Point = TypeVar("_Point", bound=tuple[Any, ...])
 
 #: Traces of plans: to correct the chain, and to try what is a little over the budget by it.

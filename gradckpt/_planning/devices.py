@@ -33,23 +33,6 @@ from gradckpt._planning.options import Option
 from gradckpt._planning.segments import Segment, StepTrace
 from gradckpt._stats import uncounted
 
-__all__ = [
-    "DEVICES",
-    "LINKS",
-    "Call",
-    "Device",
-    "Link",
-    "Placement",
-    "Rates",
-    "find",
-    "link_between",
-    "link_of_device",
-    "parse_link",
-    "placed_by_block",
-    "placement_of",
-    "rates_of",
-]
-
 
 class Device(NamedTuple):
     """``memory`` in bytes; ``bf16`` and ``fp32`` in TFLOP/s; ``bandwidth`` of the memory and

@@ -48,7 +48,6 @@ from gradckpt._settings import quiet
 from gradckpt._stats import Stats, continue_from, stats
 from gradckpt._training_step import alone, autocast_on, loss_of
 
-__all__ = ["LiveBudget"]
 logger = logging.getLogger("gradckpt")
 
 

@@ -42,21 +42,6 @@ from gradckpt._settings import EXACT
 from gradckpt._stats import uncounted
 from gradckpt._training_state import TrainingState, host_random
 
-__all__ = [
-    "KEEP",
-    "RECOMPUTE",
-    "Cost",
-    "Option",
-    "RegionCosts",
-    "allowed",
-    "find_blocks",
-    "find_option",
-    "in_tiles",
-    "likeness",
-    "measure_regions",
-    "regions_to_plan",
-    "wait",
-]
 logger = logging.getLogger("gradckpt")
 
 #: Of policies: those that keep least first.

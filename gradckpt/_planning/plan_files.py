@@ -21,16 +21,6 @@ from gradckpt._engine import torch_private as private
 from gradckpt._planning.options import Cost, Option, RegionCosts, find_option
 from gradckpt._planning.segments import UNBOUNDED
 
-__all__ = [
-    "KnownPlan",
-    "Measured",
-    "SavedProfile",
-    "damaged",
-    "inputs_noted",
-    "parameters_of",
-    "read_record",
-]
-
 #: Numbers are smaller: the planner has 64 bits for bytes.
 _LIMIT = 2**63
 

@@ -20,22 +20,6 @@ from gradckpt import _C
 from gradckpt._planning.device_memory import local
 from gradckpt._planning.simulation import Work
 
-__all__ = [
-    "SIGNED",
-    "UNBOUNDED",
-    "Peak",
-    "Segment",
-    "StepTrace",
-    "condensed",
-    "held_blocks",
-    "memory_use",
-    "pairs",
-    "resized",
-    "scaled",
-    "total",
-    "with_own_storages",
-]
-
 #: Metadata of fields whose numbers may be negative, and of errors, which may be infinite or NaN.
 SIGNED, UNBOUNDED = {"signed": True}, {"unbounded": True}
 
@@ -175,9 +159,7 @@ def pairs(changes: Sequence[int]) -> Iterator[tuple[int, int]]:
     return zip(changes[::2], changes[1::2], strict=True)
 
 
-def memory_use(
-    segments: Iterable[Segment], held: Iterable[int] = (), *, expandable: bool = False, capacity: int | None = None
-) -> Any:
+def memory_use(segments: Iterable[Segment], held: Iterable[int] = ()) -> Any:
     """Return what a step needs after ``held`` blocks of these bytes; :func:`gradckpt._C.memory_use`
     describes it. Each segment counts once.
     """
@@ -187,7 +169,7 @@ def memory_use(
 
     def allocate(size: int) -> int:
         nonlocal count
-        rows.extend((size, count, 0))
+        rows.extend((size, count))
         count += 1
         return count - 1
 
@@ -200,8 +182,8 @@ def memory_use(
             if size > 0:
                 names.setdefault(key, []).append(allocate(size))
             elif size and (known := names.get(key)):  # else it was there before the step
-                rows.extend((0, known.pop(), 0))
-    return _C.memory_use(rows, expandable, capacity)
+                rows.extend((0, known.pop()))
+    return _C.memory_use(rows)
 
 
 def held_blocks(model: Module, fixed: Mapping[str, int]) -> list[int]:

@@ -25,7 +25,6 @@ from gradckpt._planning.segments import Peak, StepTrace, memory_use, total
 from gradckpt._planning.step_trace import StateBeforeSimulation, side_by_side_simulated
 from gradckpt._settings import Setting
 
-__all__ = ["StepProfile"]
 logger = logging.getLogger("gradckpt")
 
 #: An option for each block, and whether nearly all tokens choose the same experts.
