@@ -241,7 +241,7 @@ def _estimates(profile: StepProfile, rates: Rates) -> RegionCosts:
             if segment.block is not None:
                 calls = profile.calls.count(segment.block)
                 seconds[id(profile.blocks[segment.block]), option] += rates.of_segment(segment) / calls
-    return RegionCosts({key: Cost(each, 0.0) for key, each in seconds.items()})
+    return {key: Cost(each, 0.0) for key, each in seconds.items()}
 
 
 class ConfigProfile(StepProfile):

@@ -172,13 +172,11 @@ class SavedProfile:
 
     def costs_of(self, regions: Sequence[Module]) -> RegionCosts:
         """Return the costs of regions, in the order of a plan's."""
-        return RegionCosts(
-            {
-                (id(region), option): Cost(seconds, error)
-                for i, region in enumerate(regions)
-                for option, seconds, error in zip(self.options, self.of(i).seconds, self.of(i).errors, strict=True)
-            }
-        )
+        return {
+            (id(region), option): Cost(seconds, error)
+            for i, region in enumerate(regions)
+            for option, seconds, error in zip(self.options, self.of(i).seconds, self.of(i).errors, strict=True)
+        }
 
     def check(self, names: Sequence[str], own: Sequence[str], options: Sequence[Option], like: Sequence[str]) -> None:
         """Check that this was measured in a step with these regions.

@@ -100,28 +100,16 @@ def _condensed(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-class _Up:
-    """How far a segment rises above its start, and its net, by kind."""
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self.net = [0] * len(KINDS)
-        self.top = [0] * len(KINDS)
-        total = highest = 0
-        for size, kind in segment.events:
-            self.net[kind] += size
-            total += size
-            if total > highest:
-                highest, self.top = total, list(self.net)
-
-    def peak(self, before: Sequence[int]) -> Peak:
-        """Return its peak above what was alive before; what it adds, except gradients, is its
-        working set.
-        """
-        parts = dict(zip(KINDS, before, strict=True))
-        for kind, size in zip(KINDS, self.top, strict=True):
-            parts[kind if kind == KINDS[GRADIENTS] else KINDS[WORKING]] += size
-        return Peak(sum(before) + sum(self.top), self.segment.name, parts)
+def _rise(segment: Segment) -> tuple[list[int], list[int]]:
+    """Return a segment's net and how far it rises above its start, by kind."""
+    net, top = [0] * len(KINDS), [0] * len(KINDS)
+    total = highest = 0
+    for size, kind in segment.events:
+        net[kind] += size
+        total += size
+        if total > highest:
+            highest, top = total, list(net)
+    return net, top
 
 
 @dataclasses.dataclass(slots=True)
@@ -144,9 +132,12 @@ class StepTrace:
         alive = [0] * len(KINDS)
         found = []
         for segment in self.segments:
-            up = _Up(segment)
-            found.append(up.peak(alive))
-            alive = [x + d for x, d in zip(alive, up.net, strict=True)]
+            net, top = _rise(segment)
+            parts = dict(zip(KINDS, alive, strict=True))
+            for kind, size in zip(KINDS, top, strict=True):  # what it adds, except gradients, is its working set
+                parts[kind if kind == KINDS[GRADIENTS] else KINDS[WORKING]] += size
+            found.append(Peak(sum(alive) + sum(top), segment.name, parts))
+            alive = [x + d for x, d in zip(alive, net, strict=True)]
         return found
 
     def peak(self) -> Peak:
