@@ -1,6 +1,6 @@
 """What torch's caching allocator needs of a device for a step, beside what the step allocates.
 
-    python benchmarks/bench_needed.py [--rows 3b,13b] [--expandable]
+    python benchmarks/bench_needed.py [--rows 3b,13b]
 
 Llama-like models in bfloat16 with checkpoints around all layers. The steps are simulated for a CUDA
 device, whose gradients exist already; each allocation and release goes through a model of torch's
@@ -86,11 +86,11 @@ def segments_of(model: torch.nn.Module, shape: Shape, setting: str, *, whole: bo
     return unrolled(found, short.copies)
 
 
-def of_step(model: torch.nn.Module, run: Callable[[Any], object], batch: Any, *, expandable: bool = False) -> Use:
+def of_step(model: torch.nn.Module, run: Callable[[Any], object], batch: Any) -> Use:
     """What the allocator needs for a step of any model, as it is enabled now: what is there during
     the whole step included. `run` runs forward and backward of the batch."""
     held = held_blocks(model, fixed_bytes(model))
-    return memory_use(trace_step(model, run, batch, cuda=True).segments, held, expandable=expandable)
+    return memory_use(trace_step(model, run, batch, cuda=True).segments, held)
 
 
 # ---- payloads otherwise
@@ -117,29 +117,28 @@ def rewritten(segments: Sequence[Segment], write: Callable[[int, int], int]) -> 
     return found
 
 
-def ways(segments: Sequence[Segment], codes: int, layers: int) -> dict[str, Callable[..., Use]]:
+def ways(segments: Sequence[Segment], codes: int, layers: int) -> dict[str, Use]:
     payloads = payloads_of(segments, codes)
     scales = set(payloads.values())
     guards.check(len(payloads) == layers, f"{len(payloads)} payloads of {codes:,} bytes, not {layers}")
     joined = rewritten(segments, lambda size, s: 0 if s in scales else size + size // CODES if s in payloads else size)
     pooled = rewritten(segments, lambda size, s: 0 if s in scales else size)
     return {
-        "int8": lambda **how: memory_use(segments, **how),
-        "int8, codes and scales in one": lambda **how: memory_use(joined, **how),
-        "int8, scales pooled": lambda **how: memory_use(pooled, [layers * codes // CODES], **how),
+        "int8": memory_use(segments),
+        "int8, codes and scales in one": memory_use(joined),
+        "int8, scales pooled": memory_use(pooled, [layers * codes // CODES]),
     }
 
 
 # ---- rows
 
 
-def row_of(name: str, shape: Shape, expandable: bool) -> dict[str, Use]:
+def row_of(name: str, shape: Shape) -> dict[str, Use]:
     model, values = model_of(shape), shape[-2] * shape[-1] * shape[0]
     torchs = segments_of(model, shape, "torch")
     ours = segments_of(model, shape, "int8")
-    found = {"torch": memory_use(torchs, expandable=expandable)}
-    found |= {way: use(expandable=expandable) for way, use in ways(ours, values, shape[2]).items()}
-    full = memory_use(segments_of(model, shape, "int8", whole=True), expandable=expandable)
+    found = {"torch": memory_use(torchs), **ways(ours, values, shape[2])}
+    full = memory_use(segments_of(model, shape, "int8", whole=True))
     guards.check(
         full["needed"] == found["int8"]["needed"],
         f"{name}: the plan needs {found['int8']['needed']:,} bytes, the whole step {full['needed']:,}",
@@ -172,13 +171,12 @@ def show(results: dict[str, dict[str, Use]], options: argparse.Namespace) -> Non
     head = ["model", "checkpoints", "allocated MiB", "needed MiB", "of torch's", "needed of torch's"]
     head += ["needed / allocated", "of torch's ratio"]
     table = machine.print_markdown if options.markdown else machine.print_table
-    table("expandable segments" if options.expandable else "segments of torch's default", head, rows)
+    table("segments of torch's default", head, rows)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", help=f"comma-separated numbers from 1 to {len(ROWS)}; default all")
-    parser.add_argument("--expandable", action="store_true", help="expandable_segments:True")
     parser.add_argument("--markdown", action="store_true")
     machine.add_quick(parser)
     options = parser.parse_args(argv)
@@ -188,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = SMALL if options.quick else ROWS
     if options.rows:
         rows = {name: rows[name] for i, name in enumerate(rows, 1) if str(i) in options.rows.split(",")}
-    results = {name: row_of(name, shape, options.expandable) for name, shape in rows.items()}
+    results = {name: row_of(name, shape) for name, shape in rows.items()}
     show(results, options)
     machine.print_json({"benchmark": "bench_needed", **found, "version": gradckpt.__version__, "rows": results})
 

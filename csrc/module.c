@@ -211,8 +211,8 @@ static PyMethodDef methods[] = {
     {"choose_options", (PyCFunction)(void (*)(void))gck_choose_options_py, METH_VARARGS | METH_KEYWORDS,
      "choose_options(regions, options, kept, need, time, error, last_need, budget, error_budget=0, buckets=4096)\n"
      "--\n\nChoose an option for each region of a chain; csrc/planner/planner.h describes the problem."},
-    {"memory_use", (PyCFunction)(void (*)(void))gck_memory_use_py, METH_VARARGS | METH_KEYWORDS,
-     "memory_use(changes, expandable=False, capacity=None)\n--\n\nPlay a trace; csrc/planner/caching_allocator.h."},
+    {"memory_use", gck_memory_use_py, METH_O,
+     "memory_use(changes, /)\n--\n\nPlay a trace; csrc/planner/caching_allocator.h."},
     {"simulate_offload", (PyCFunction)(void (*)(void))gck_simulate_offload_py, METH_VARARGS | METH_KEYWORDS,
      "simulate_offload(regions, *, rate_out, rate_in, latency, ring, held, head)\n--\n\n"
      "Simulate a step whose payloads are offloaded; csrc/offload/simulate.h has the rules."},

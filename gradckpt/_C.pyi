@@ -100,11 +100,10 @@ class Choice(TypedDict):
 class MemoryUse(TypedDict):
     """The result of memory_use()."""
 
-    completed: bool
     requested: int  # the most bytes at a time that were asked for
     allocated: int  # and in blocks: memory_stats()["allocated_bytes.all.peak"]
     reserved: int  # and in segments
-    needed: int | None  # the smallest capacity from which on the trace completes; None: one was given
+    needed: int  # the smallest capacity from which on the trace completes
 
 @type_check_only
 class OffloadTime(TypedDict):
@@ -219,9 +218,9 @@ def choose_options(
     buckets: int = 4096,
 ) -> Choice: ...
 
-# Rows of native 64-bit integers: bytes > 0 allocates on a stream under a name below the number of
-# rows, 0 releases what has that name. Without a capacity there is no limit.
-def memory_use(changes: Buffer, expandable: bool = False, capacity: int | None = None) -> MemoryUse: ...
+# Rows of native 64-bit integers: bytes > 0 allocates under a name below the number of rows, 0
+# releases what has that name.
+def memory_use(changes: Buffer, /) -> MemoryUse: ...
 
 # Rows of native 64-bit integers: forward, backward, encode and decode in ns, bytes of the payload,
 # and 1 if it is offloaded, else 0. Rates are in bytes a second, latency and head in ns, ring and

@@ -6,6 +6,6 @@
 
 /* _C.memory_use(): a dict, which gradckpt/_C.pyi describes.  The trace is copied, and the GIL is
  * released while it is played. */
-PyObject *gck_memory_use_py(PyObject *module, PyObject *args, PyObject *keywords);
+PyObject *gck_memory_use_py(PyObject *module, PyObject *object);
 
 #endif

@@ -1,13 +1,13 @@
 /* caching_allocator.h: what a sequence of allocations and releases needs of a device whose memory torch's
  * caching allocator for CUDA hands out.
  *
- * The rules are those of torch 2.13 with its defaults: no max_split_size, no roundup_power2_divisions,
- * no garbage collection, no graph pools, and no block that another stream uses (record_stream).
+ * The rules are those of torch 2.13 with its defaults: no expandable segments, no max_split_size, no
+ * roundup_power2_divisions, no garbage collection, no graph pools, and one stream.
  *
  *     sizes     of blocks are multiples of 512 bytes, at least one
  *     pools     up to 1 MiB a block comes from the small pool, else from the large one
- *     best fit  of the pool's free blocks of this stream the smallest that is large enough; of equal
- *               ones that of the lowest address
+ *     best fit  of the pool's free blocks the smallest that is large enough; of equal ones that of the
+ *               lowest address
  *     segments  without such a block the device gives one: 2 MiB for the small pool, 20 MiB for less
  *               than 10 MiB, else the size rounded up to 2 MiB
  *     split     what is left of a block becomes a free block if it has at least 512 bytes in the small
@@ -16,47 +16,36 @@
  *     retry     if the device has too little left, all segments that are one free block go back to it;
  *               then the request fails
  *
- * With expandable segments each pool has one per stream, a range of addresses that is filled with pages
- * (2 MiB and 20 MiB) where the lowest free address has room; splits leave 512 bytes or more; a block at
- * the end counts for best fit as what it could grow to; and retrying gives back all whole free pages.
- * Here addresses never run out.
- *
  * A device places segments where it likes: here each lies above those before it.  Only ties ask. */
 #ifndef GRADCKPT_CACHING_ALLOCATOR_H
 #define GRADCKPT_CACHING_ALLOCATOR_H
 
 #include "gradckpt.h"
 
-/* Allocate `bytes` > 0 on a stream under a name from 0 on, or release (0) what has this name. */
+/* Allocate `bytes` > 0 under a name from 0 on, or release (0) what has this name. */
 typedef struct {
-    int64_t bytes, name, stream;
+    int64_t bytes, name;
 } gck_memory_change;
 
 typedef struct {
     const gck_memory_change *changes;
     int64_t                  n;
-    int                      expandable;     /* segments */
 } gck_memory_trace;
 
-/* What happened with one capacity. */
+/* The most at a time of what was asked for, of blocks in use, of segments; and the smallest capacity from
+ * which on the trace completes. */
 typedef struct {
-    int     completed;
-    int64_t requested, allocated, reserved;  /* the most at a time: of what was asked for, of blocks in use, of
-                                              * segments */
+    int64_t requested, allocated, reserved, needed;
 } gck_memory_use;
 
 /* GCK_OK; GCK_E_RANGE: a name is negative, not below n, allocated twice or released without having
- * been allocated, a stream is negative or not below 2**16, bytes are negative or their sum reaches
- * 2**60. */
+ * been allocated, bytes are negative or their sum reaches 2**60; or GCK_E_MEMORY. */
 int gck_memory_trace_check(const gck_memory_trace *trace);
 
-/* Let a device of this capacity play a trace that was checked.  GCK_OK or GCK_E_MEMORY. */
-int gck_memory_trace_play(const gck_memory_trace *trace, int64_t capacity, gck_memory_use *use);
-
-/* Find the smallest capacity from which on the trace completes: with it, and with every larger one.
- * *use is that of a capacity without limit.  One run tells what all capacities between the most that it
- * had reserved and the least that it was refused do, so the search goes down from run to run, over every
- * capacity: what a smaller one completes says nothing of those above it.  GCK_OK or GCK_E_MEMORY. */
-int gck_memory_trace_needed(const gck_memory_trace *trace, gck_memory_use *use, int64_t *needed);
+/* Let a device play a trace that was checked: without a limit, and to find what is needed with less and
+ * less.  One run tells what all capacities between the most that it had reserved and the least that it was
+ * refused do, so the search goes down from run to run, over every capacity: what a smaller one completes
+ * says nothing of those above it.  GCK_OK or GCK_E_MEMORY. */
+int gck_memory_trace_needed(const gck_memory_trace *trace, gck_memory_use *use);
 
 #endif

@@ -4,8 +4,10 @@ device.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,6 @@ GRADIENT_BOUND = 0.002
 
 _NUMEL = 10_007  # odd, so that the last group is padded
 _ROWS, _WIDTH, _LAYERS = 128, 64, 3
-_FLOATS = ("float32", "float16", "bfloat16")
 
 
 class Check(NamedTuple):
@@ -72,9 +73,9 @@ def _checks(device: str) -> Iterable[Check]:
     yield check("payload bytes", _payload_bytes)
     if device == "cpu":
         for isa in _isas():
-            yield check(f"bytes of {isa}", _isa_bytes, isa)
+            yield check(f"bytes of {isa}", _bytes, isa, "scalar", "scalar C")
     else:
-        yield check("bytes of CUDA", _device_bytes)
+        yield check("bytes of CUDA", _bytes, _C.isa(), _C.isa(), "the CPU")
     yield check("compress=None", _none_is_torch)
     yield check("loss with int8", _loss)
     yield check("gradients with int8", _gradients)
@@ -140,26 +141,23 @@ def _payload_bytes(device: str) -> tuple[bool, str, str]:
     return not wrong, ", ".join(wrong) or f"{wrote:,} bytes", f"{computed:,} bytes by arithmetic"
 
 
-def _isas() -> list[str]:
-    """Return the instruction sets of this CPU besides scalar."""
-    used, found = _C.isa(), []
-    for isa in ("avx2", "avx512"):
-        try:
-            _C.force_isa(isa)
-        except ValueError:
-            continue
-        found.append(isa)
-    _C.force_isa(used)
-    return found
-
-
-def _forced(isa: str, function: Callable[[], list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
+@contextlib.contextmanager
+def _forced(isa: str) -> Iterator[None]:
     used = _C.isa()
     _C.force_isa(isa)
     try:
-        return function()
+        yield
     finally:
         _C.force_isa(used)
+
+
+def _isas() -> list[str]:
+    """Return the instruction sets of this CPU besides scalar."""
+    found = []
+    for isa in ("avx2", "avx512"):
+        with contextlib.suppress(ValueError), _forced(isa):
+            found.append(isa)
+    return found
 
 
 def _both_ways(device: str) -> list[list[torch.Tensor]]:
@@ -168,7 +166,12 @@ def _both_ways(device: str) -> list[list[torch.Tensor]]:
     return [[tensor.cpu() for tensor in (p.codes, p.scales, p.decode())] for p in payloads]
 
 
-def _differences(made: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]], of: str) -> tuple[bool, str, str]:
+def _bytes(isa: str, wanted_isa: str, of: str, device: str) -> tuple[bool, str, str]:
+    """Compare the bytes of a device by an instruction set with those of the CPU by another."""
+    with _forced(wanted_isa):
+        wanted = _both_ways("cpu")
+    with _forced(isa):
+        made = _both_ways(device)
     different = [
         f"{codec} {dtype}"
         for (codec, dtype), mine, others in zip(_pairs(), made, wanted, strict=True)
@@ -176,15 +179,6 @@ def _differences(made: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]
     ]
     figure = f"{len(made) - len(different)} of {len(made)} alike"
     return not different, ", ".join([figure, *different]), f"those of {of}, and the values restored"
-
-
-def _isa_bytes(isa: str, device: str) -> tuple[bool, str, str]:
-    wanted = _forced("scalar", lambda: _both_ways(device))
-    return _differences(_forced(isa, lambda: _both_ways(device)), wanted, "scalar C")
-
-
-def _device_bytes(device: str) -> tuple[bool, str, str]:
-    return _differences(_both_ways(device), _both_ways("cpu"), "the CPU")
 
 
 # ---- regions ----
@@ -220,16 +214,9 @@ def _plain(layer: Any, x: torch.Tensor) -> Any:
     return layer(x)
 
 
-def _with_torch(layer: Any, x: torch.Tensor) -> Any:
-    return torch_checkpoint.checkpoint(layer, x, use_reentrant=False)
-
-
-def _with_none(layer: Any, x: torch.Tensor) -> Any:
-    return _C.checkpoint(layer, x)
-
-
-def _with_int8(layer: Any, x: torch.Tensor) -> Any:
-    return _C.checkpoint(layer, x, compress="int8")
+_with_torch = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
+_with_none = _C.checkpoint
+_with_int8 = functools.partial(_C.checkpoint, compress="int8")
 
 
 def _none_is_torch(device: str) -> tuple[bool, str, str]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from gradckpt._planning.options import RECOMPUTE, Option
 from gradckpt._planning.segments import Segment, StepTrace
 
-__all__ = ["UNAVAILABLE", "Chain", "Choice", "Chosen", "Costs", "Infeasible", "approach"]
 Choice = tuple[int, ...]  # the option of each call, by number
 
 #: ``need`` of an option that a region does not have.
@@ -48,6 +47,12 @@ def _size(segments: Sequence[Segment]) -> _Size:
     changes = (size for segment in segments for size, _ in segment.events)
     sizes = list(itertools.accumulate(changes, initial=0))
     return _Size(sizes[-1], max(sizes))
+
+
+def _tops(sizes: Sequence[_Size]) -> list[int]:
+    """Return the highest point of each of these, one after another."""
+    starts = itertools.accumulate((size.net for size in sizes), initial=0)
+    return [start + size.top for start, size in zip(starts, sizes, strict=False)]
 
 
 def _stretches(segments: Sequence[Segment]) -> tuple[list[_Stretch], list[int]]:
@@ -113,13 +118,8 @@ class Chain:
         """Return the highest point of each stretch, in bytes above the start of the step, for an
         option of each call.
         """
-        alive = 0
-        found = []
-        for i in range(len(self._stretches)):
-            size = self._sizes[i][self._option(i, choice)]
-            found.append(alive + size.top + self._corrections[i])
-            alive += size.net
-        return found
+        sizes = [each[self._option(i, choice)] for i, each in enumerate(self._sizes)]
+        return [top + more for top, more in zip(_tops(sizes), self._corrections, strict=True)]
 
     def _option(self, stretch: int, choice: Sequence[int]) -> int:
         """Return the option of a stretch; the loss has that of the call before it."""
@@ -130,13 +130,8 @@ class Chain:
 
     def levels_of(self, segments: Sequence[Segment], lift: int = 0) -> list[int]:
         """Return the same of a trace; ``lift``: bytes that its allocator needs beyond."""
-        alive = 0
-        found = []
-        for stretch in self._stretches:
-            size = _size([segments[i] for i in stretch.segments])
-            found.append(alive + size.top + lift)
-            alive += size.net
-        return found
+        sizes = [_size([segments[i] for i in stretch.segments]) for stretch in self._stretches]
+        return [top + lift for top in _tops(sizes)]
 
     def correct(self, choice: Sequence[int], actual: Sequence[int]) -> None:
         """Let the levels of a choice be those of its trace; those of others move with them, and the
@@ -237,15 +232,6 @@ class Chosen:
     def peak(self) -> int:
         """Bytes above the start of the step."""
         return self.trace.peak().size + self.excess
-
-
-class Infeasible(Exception):
-    """``smallest``: the least bytes of a plan, and that plan; ``trace``: its step."""
-
-    def __init__(self, smallest: tuple[int, Choice], trace: StepTrace) -> None:
-        super().__init__(smallest)
-        self.smallest = smallest
-        self.trace = trace
 
 
 #: Of the error budget: what is aimed at, and what is enough.

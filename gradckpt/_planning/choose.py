@@ -11,22 +11,18 @@ import array
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gradckpt import _C
-from gradckpt._planning.chain import UNAVAILABLE, Chain, Choice, Chosen, Costs, Infeasible
+from gradckpt._planning.chain import UNAVAILABLE, Chain, Choice, Chosen, Costs
 from gradckpt._planning.options import KEEP
 from gradckpt._planning.segments import StepTrace
 
-__all__ = ["PRICES", "Chooser", "front_of", "improved"]
 _Point = TypeVar("_Point", bound=tuple[Any, ...])
 
-#: Traces of plans: to correct the chain, and to try what is a little over the budget by it.
-_ROUNDS, _TRIES = 8, 4
-
-#: Of the budget: how much higher a plan may be by the chain and still be tried.
-_NEAR = 0.015
+#: Traces of plans to correct the chain.
+_ROUNDS = 8
 
 #: Options of all blocks that are called several times: if there are more, not all are tried.
 _COMBINATIONS = 256
@@ -54,9 +50,9 @@ class Chooser:
         chain: The regions; it is corrected by the traces of plans.
         costs: Of each call and option.
         error_limit: The sum of squares of the calls' relative errors, or None.
-        run: Return the trace of a plan's step.
-        uniform: Known traces: for each option of the chain, with that option in all calls.
+        run: Return the trace of a plan's step, which runs once.
         lift: Return the bytes that a step's allocator needs beyond its peak; limits hold both.
+        improve: Return a faster plan within a limit, from one.
     """
 
     def __init__(
@@ -65,17 +61,17 @@ class Chooser:
         costs: Costs,
         error_limit: float | None,
         run: Callable[[Choice], StepTrace],
-        uniform: Sequence[StepTrace] = (),
         lift: Callable[[StepTrace], int] = lambda trace: 0,
+        improve: Callable[[Choice, int], Choice] = lambda choice, limit: choice,
     ) -> None:
         self.lift = lift
+        self.improve = improve
         self.chain = chain
         self.costs = costs
         self.error_limit = error_limit
         self.run = run
         #: Steps with one option in all calls, by its number.
-        self.uniform = [(option,) * len(chain.calls) for option in range(len(uniform))]
-        self.traces: dict[Choice, StepTrace] = dict(zip(self.uniform, uniform, strict=True))
+        self.uniform = [(option,) * len(chain.calls) for option in range(len(chain.options))]
         #: Blocks that the step calls several times; their calls share an option.
         self.shared = [block for block in dict.fromkeys(chain.calls) if chain.calls.count(block) > 1]
 
@@ -154,9 +150,7 @@ class Chooser:
 
     def trace(self, choice: Choice) -> StepTrace:
         """Return the step of a choice, after which the chain knows its levels."""
-        if choice not in self.traces:
-            self.traces[choice] = self.run(choice)
-        found = self.traces[choice]
+        found = self.run(choice)
         self.chain.correct(choice, self._levels(found))
         return found
 
@@ -175,19 +169,12 @@ class Chooser:
     # ---- plans
 
     def choose(self, limit: int) -> Chosen:
-        """Return the fastest plan whose step stays within ``limit`` bytes above its start.
-
-        Raises:
-            Infeasible: No plan stays within the limit.
+        """Return the fastest plan whose step stays within ``limit`` bytes above its start; if none
+        does, the one that needs least.
         """
         found = self._best(limit)
         least = self.smallest()
-        if found is None:
-            size, choice = least
-            if size > limit:
-                raise Infeasible(least, self.trace(choice))
-            found = choice, self.solve(size)
-        choice, solution = found
+        choice, solution = found or (least[1], self.solve(least[0]))
         seconds = self.seconds(choice)
         return Chosen(choice, self.trace(choice), seconds, min(solution.bound, seconds), least, solution.front)
 
@@ -210,21 +197,15 @@ class Chooser:
             if not self._try(limit, tried, bounds):
                 break
         for option in sorted({option for choice in tried for option in choice}):
-            if self.uniform:  # the chain is exact around it, and has no plan's corrections
-                self.trace(self.uniform[option])
-                self._try(limit, tried, bounds)
+            self.trace(self.uniform[option])  # the chain is exact around it, and has no plan's corrections
+            self._try(limit, tried, bounds)
         candidates = [*tried, *(choice for choice in self.uniform if self._permits(choice))]
-        within = [choice for choice in dict.fromkeys(candidates) if self._peak_of(self.traces[choice]) <= limit]
+        within = [choice for choice in dict.fromkeys(candidates) if self._peak_of(self.run(choice)) <= limit]
         if not within:
             return None
         best = min(within, key=lambda choice: (self.seconds(choice), choice))
+        best = self.improve(best, limit)
         self.trace(best)  # correct around it
-        for _ in range(len(best)):
-            faster = self._faster(best, limit)
-            if faster is None:
-                break
-            best = faster
-        self.trace(best)
         solution = self.solve(limit)
         return best, dataclasses.replace(solution, bound=min([*bounds, solution.bound]))
 
@@ -239,34 +220,6 @@ class Chooser:
         self.trace(solution.choice)
         tried[solution.choice] = None
         return True
-
-    def _faster(self, choice: Choice, limit: int) -> Choice | None:
-        """Return a faster plan that differs in one block and is within the limit by its trace."""
-        tries = 0
-        for _, candidate in sorted(self._changes(choice, limit)):
-            if tries == _TRIES:
-                return None
-            if candidate not in self.traces:
-                tries += 1
-            if self.peak(candidate) <= limit:
-                return candidate
-            self.trace(choice)  # correct around the plan again
-        return None
-
-    def _changes(self, choice: Choice, limit: int) -> Iterator[tuple[float, Choice]]:
-        now = self.seconds(choice)
-        for block in dict.fromkeys(self.chain.calls):
-            calls = [call for call, each in enumerate(self.chain.calls) if each == block]
-            for option in range(len(self.chain.options)):
-                changed = list(choice)
-                for call in calls:
-                    changed[call] = option
-                candidate = tuple(changed)
-                seconds = self.seconds(candidate)
-                if seconds >= now or not self._permits(candidate):
-                    continue
-                if max(self.chain.levels(candidate)) <= limit * (1 + _NEAR):
-                    yield seconds, candidate
 
     def _permits(self, choice: Choice) -> bool:
         """Return whether the error of a choice is within its limit."""
@@ -305,14 +258,17 @@ def _units(error: float, unit: float) -> int:
     return math.ceil(error / unit) if error <= unit * (1 << 40) else 1 << 40  # also of one that is no number
 
 
-#: Of a plan with places: changes that are tried in simulated steps, if their peaks are about within
-#: the limit by the chain; of two blocks at a time, if there are not more of one.
-_CHANGES, _NEARLY, _FEW = 6, 1.015, 64
+#: New traces of changes whose peaks are about within the limit by the chain, for each that is made;
+#: with places changes are of two blocks, too, if there are not more of one.
+_TRIES, _NEARLY, _FEW = 4, 1.015, 64
 
 
-def improved(profile: Any, choice: Choice, chain: Chain, limit: int, squares: float | None, most: int) -> Choice:
-    """Change options of one block, or of two of few, while the step becomes faster, waits
-    included, and its trace stays within the limit; ``most``: choices that may have been traced.
+def improved(
+    profile: Any, choice: Choice, chain: Chain, limit: int, squares: float | None, most: float = math.inf
+) -> Choice:
+    """Change options of one block, or with places of two of few, while the step becomes faster,
+    waits included, and its trace stays within the limit; ``most``: choices that may have been
+    traced.
     """
 
     def within(each: Choice) -> bool:
@@ -320,26 +276,32 @@ def improved(profile: Any, choice: Choice, chain: Chain, limit: int, squares: fl
         chain.correct(each, chain.levels_of(trace.segments, profile.lift(trace)))
         return bool(profile.size_of(trace) <= limit)
 
-    if not within(choice):
-        return choice
-    for _ in profile.calls:
-        for other in _faster(profile, choice, chain, limit, squares)[:_CHANGES]:
-            if (other in profile.seen or len(profile.seen) < most) and within(other):
-                choice = other
+    def changed() -> Choice | None:
+        tries = 0
+        for other in _faster(profile, choice, chain, limit, squares):
+            is_new = other not in profile.seen
+            if tries == _TRIES or (is_new and len(profile.seen) >= most):
                 break
+            tries += is_new
+            if within(other):
+                return other
             within(choice)  # correct around it again
-        else:
+        return None
+
+    for _ in profile.calls:
+        if not within(choice) or (other := changed()) is None:
             break
+        choice = other
     return choice
 
 
 def _faster(profile: Any, choice: Choice, chain: Chain, limit: int, squares: float | None) -> list[Choice]:
-    """Return choices that differ in one block, or in two of few, and are faster, by their
-    times; their peaks are about within the limit by the chain.
+    """Return choices that differ in one block or in two, and are faster, by their times; their
+    peaks are about within the limit by the chain.
     """
     changes = [(block, o) for block in dict.fromkeys(profile.calls) for o in range(len(profile.options))]
     sets: list[tuple[tuple[int, int], ...]] = [(change,) for change in changes]
-    if len(changes) <= _FEW:
+    if profile.places and len(changes) <= _FEW:
         sets += itertools.combinations(changes, 2)
     now, found = profile.seconds(choice), []
     for each in sets:
@@ -414,12 +376,7 @@ def _estimates(profile: Any, chosen: Chosen, squares: float | None) -> dict[Choi
 
 def _ring(profile: Any, choice: Sequence[int]) -> int:
     """Return the bytes of the budget that the place of a choice takes."""
-    found = 0
-    for kind in (True, False):
-        calls = [
-            profile.placed_by(block, option)
-            for block, option in zip(profile.calls, choice, strict=True)
-            if profile.options[option].recomputes == kind
-        ]
-        found += profile.placement.room(max((one for _, one in calls), default=0), sum(size for size, _ in calls), kind)
+    calls = zip(profile.calls, choice, strict=True)
+    payloads = [(profile.options[option].recomputes, *profile.placed_by(block, option)) for block, option in calls]
+    found: int = profile.placement.ring(payloads)
     return found

@@ -27,8 +27,6 @@ from gradckpt._planning.region_plan import NoPlan
 from gradckpt._planning.simulated_tensors import NotSimulated
 from gradckpt._planning.step_trace import late_progress
 
-__all__ = ["main", "parser"]
-
 T = TypeVar("T")
 
 _DESCRIPTION = """Compute what a training step of a model needs, without weights and without a GPU:
@@ -47,65 +45,6 @@ A hub id needs a network, once. "allocated" is what torch's allocator hands out 
 what it must have from the device, fragmentation included: that has to fit. Not counted: the CUDA
 context and libraries' workspaces (about 1 GiB together). Times are estimates. Exit status: 0 some
 setting or plan fits or no memory was given, 1 none fits, 2 wrong usage."""
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    made = argparse.ArgumentParser(
-        prog="gradckpt plan",
-        usage="%(prog)s CONFIG [--tokens N] [options]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = made.add_argument
-    source = "a config.json or its folder, a hub id, or package.module:function that returns (model, batch)"
-    add("config", metavar="CONFIG", help=source)
-    add("--tokens", type=_number, metavar="N", help="length of a sequence, as in 32768 or 32k; not for images")
-    add("--batch", type=_number, default=1, metavar="N", help="sequences or images of one device; default 1")
-    dtypes = ", ".join((*STORED, *MIXED))
-    add("--dtype", default="bf16", metavar="DTYPE", help=f"of parameters, of: {dtypes} (float32 under autocast)")
-    lora = "train adapters; default: float32, on all linear layers but the output head"
-    add("--lora", metavar="r=16[,targets=q_proj+v_proj][,dtype=bf16]", help=lora)
-    add("--weights", choices=FORMATS, help="how frozen weights are stored, with --lora")
-    prepare = "with --weights: the others in float32, by prepare_model_for_kbit_training (default), or as loaded"
-    add("--prepare", choices=PREPARE, help=prepare)
-    optimizers = ", ".join(OPTIMIZERS)
-    add("--optimizer", default="adamw", metavar="NAME", help=f"default adamw, of: {optimizers}")
-    add("--gpus", type=_number, default=1, metavar="N", help="devices that train together; default 1")
-    add("--shard", choices=SHARDS, help="what they divide among them")
-    loss = "the model's own (default), or without all logits, as TRL, Liger or torch's linear_cross_entropy"
-    add("--loss", choices=("model", *LOSSES), default="model", help=loss)
-    add("--tiles", type=_number, metavar="N", help="let MLPs run in so many tiles of the sequence, as tiles=N")
-    add("--accumulate", action="store_true", help="gradients of earlier batches exist when the step begins")
-    memory = "of one device: 24GiB, 24GB (which is 22.35 GiB) or bytes; --device knows cards"
-    add("--memory", type=_size, metavar="SIZE", help=memory)
-    add("--budget", metavar="SIZE", help="choose an option for each region: 60GiB, 90%% or activations:6GiB")
-    add(
-        "--compress",
-        type=_codecs,
-        metavar="CODECS",
-        help="lossy codecs that --budget may use, as in int8,int4; default none",
-    )
-    add("--offload", choices=PLACES, help="let --budget offload payloads to this place")
-    add("--link", metavar="LINK", help="of --offload: GB/s, or one of: " + ", ".join(LINKS))
-    add(
-        "--host-budget",
-        type=_size,
-        metavar="SIZE",
-        help="of --offload: what host memory may hold; default: all",
-    )
-    add("--save", metavar="FILE", help="write the plan of --budget, for gradckpt.enable(model, plan=FILE)")
-    add(
-        "--device",
-        type=_device,
-        metavar="NAME",
-        help="one of: " + ", ".join(d.name for d in devices.DEVICES),
-    )
-    add("--traceback", action="store_true", help="show where an error of another library comes from")
-    add("--json", action="store_true", help="print one JSON document on stdout, nothing else")
-    return made
 
 
 #: More tokens, samples or devices than any has.
@@ -141,7 +80,111 @@ def _codecs(text: str) -> list[str]:
     return codecs
 
 
-_size, _device = _usage(parse_bytes), _usage(devices.find)
+#: The arguments of the command, with what argparse is to know of each.
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "config": {
+        "metavar": "CONFIG",
+        "help": "a config.json or its folder, a hub id, or package.module:function that returns (model, batch)",
+    },
+    "--tokens": {
+        "type": _number,
+        "metavar": "N",
+        "help": "length of a sequence, as in 32768 or 32k; not for images",
+    },
+    "--batch": {
+        "type": _number,
+        "default": 1,
+        "metavar": "N",
+        "help": "sequences or images of one device; default 1",
+    },
+    "--dtype": {
+        "default": "bf16",
+        "metavar": "DTYPE",
+        "help": f"of parameters, of: {', '.join((*STORED, *MIXED))} (float32 under autocast)",
+    },
+    "--lora": {
+        "metavar": "r=16[,targets=q_proj+v_proj][,dtype=bf16]",
+        "help": "train adapters; default: float32, on all linear layers but the output head",
+    },
+    "--weights": {"choices": FORMATS, "help": "how frozen weights are stored, with --lora"},
+    "--prepare": {
+        "choices": PREPARE,
+        "help": "with --weights: the others in float32, by prepare_model_for_kbit_training (default), or as loaded",
+    },
+    "--optimizer": {
+        "default": "adamw",
+        "metavar": "NAME",
+        "help": f"default adamw, of: {', '.join(OPTIMIZERS)}",
+    },
+    "--gpus": {
+        "type": _number,
+        "default": 1,
+        "metavar": "N",
+        "help": "devices that train together; default 1",
+    },
+    "--shard": {"choices": SHARDS, "help": "what they divide among them"},
+    "--loss": {
+        "choices": ("model", *LOSSES),
+        "default": "model",
+        "help": "the model's own (default), or without all logits, as TRL, Liger or torch's linear_cross_entropy",
+    },
+    "--tiles": {
+        "type": _number,
+        "metavar": "N",
+        "help": "let MLPs run in so many tiles of the sequence, as tiles=N",
+    },
+    "--accumulate": {
+        "action": "store_true",
+        "help": "gradients of earlier batches exist when the step begins",
+    },
+    "--memory": {
+        "type": _usage(parse_bytes),
+        "metavar": "SIZE",
+        "help": "of one device: 24GiB, 24GB (which is 22.35 GiB) or bytes; --device knows cards",
+    },
+    "--budget": {
+        "metavar": "SIZE",
+        "help": "choose an option for each region: 60GiB, 90%% or activations:6GiB",
+    },
+    "--compress": {
+        "type": _codecs,
+        "metavar": "CODECS",
+        "help": "lossy codecs that --budget may use, as in int8,int4; default none",
+    },
+    "--offload": {"choices": PLACES, "help": "let --budget offload payloads to this place"},
+    "--link": {"metavar": "LINK", "help": f"of --offload: GB/s, or one of: {', '.join(LINKS)}"},
+    "--host-budget": {
+        "type": _usage(parse_bytes),
+        "metavar": "SIZE",
+        "help": "of --offload: what host memory may hold; default: all",
+    },
+    "--save": {
+        "metavar": "FILE",
+        "help": "write the plan of --budget, for gradckpt.enable(model, plan=FILE)",
+    },
+    "--device": {
+        "type": _usage(devices.find),
+        "metavar": "NAME",
+        "help": f"one of: {', '.join(d.name for d in devices.DEVICES)}",
+    },
+    "--traceback": {"action": "store_true", "help": "show where an error of another library comes from"},
+    "--json": {"action": "store_true", "help": "print one JSON document on stdout, nothing else"},
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    made = argparse.ArgumentParser(
+        prog="gradckpt plan",
+        usage="%(prog)s CONFIG [--tokens N] [options]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, how in _ARGUMENTS.items():
+        made.add_argument(name, **how)
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:

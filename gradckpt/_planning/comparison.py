@@ -41,17 +41,6 @@ from gradckpt._training_step import (
     tensors_of_batch,
 )
 
-__all__ = [
-    "compare",
-    "compare_source",
-    "is_less",
-    "longest",
-    "of_tiles",
-    "peak_of_run",
-    "step_of",
-    "unwrapped",
-    "with_parts",
-]
 logger = logging.getLogger("gradckpt")
 
 

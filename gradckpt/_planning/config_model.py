@@ -22,8 +22,6 @@ from gradckpt._planning.options import find_blocks
 from gradckpt._stats import format_bytes
 from gradckpt._training_step import loss_of
 
-__all__ = ["MIXED", "PREPARE", "STORED", "ConfigModel"]
-
 #: Name -> dtype of the parameters.
 STORED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -27,8 +27,6 @@ from gradckpt._planning.step_profile import StepProfile
 from gradckpt._planning.step_trace import side_by_side_simulated, trace_step
 from gradckpt._settings import NONE, TORCH, quiet
 
-__all__ = ["Blocks", "ConfigProfile", "ConfigSteps", "plan_source", "shortened", "unrolled", "whole"]
-
 #: Of a run of equal blocks, those that a shorter model keeps before and after the one that stands
 #: for others. Before it: by then a device holds as many originals as ever, which are two, and the
 #: first block's input may be a leaf.
@@ -243,7 +241,7 @@ def _estimates(profile: StepProfile, rates: Rates) -> RegionCosts:
             if segment.block is not None:
                 calls = profile.calls.count(segment.block)
                 seconds[id(profile.blocks[segment.block]), option] += rates.of_segment(segment) / calls
-    return RegionCosts({key: Cost(each, 0.0) for key, each in seconds.items()})
+    return {key: Cost(each, 0.0) for key, each in seconds.items()}
 
 
 class ConfigProfile(StepProfile):

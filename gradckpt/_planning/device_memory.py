@@ -25,34 +25,6 @@ from gradckpt._models.kinds import inside_fsdp
 from gradckpt._offload import free_host_memory, parse_bytes, total_host_memory
 from gradckpt._planning.fsdp import FLAT, FSDP1State, FSDP2State, name_before, views_in
 
-__all__ = [
-    "Budget",
-    "Found",
-    "ParameterWalk",
-    "class_of",
-    "device_of",
-    "fixed_bytes",
-    "free_memory",
-    "gathered_bytes",
-    "gradient_bytes",
-    "gradient_bytes_of",
-    "is_sharded",
-    "local",
-    "missing_gradient_bytes",
-    "named_modules",
-    "other_tensors",
-    "parameters_before",
-    "parse_budget",
-    "parse_error",
-    "real_steps",
-    "refuse_compiled",
-    "refuse_shards",
-    "size_budget",
-    "state_of",
-    "trained_parts",
-    "weights_in",
-]
-
 _ACTIVATIONS = "activations:"
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _NUMBER = re.compile(r"\d+\.\d*|\.\d+|1")

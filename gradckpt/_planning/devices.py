@@ -33,23 +33,6 @@ from gradckpt._planning.options import Option
 from gradckpt._planning.segments import Segment, StepTrace
 from gradckpt._stats import uncounted
 
-__all__ = [
-    "DEVICES",
-    "LINKS",
-    "Call",
-    "Device",
-    "Link",
-    "Placement",
-    "Rates",
-    "find",
-    "link_between",
-    "link_of_device",
-    "parse_link",
-    "placed_by_block",
-    "placement_of",
-    "rates_of",
-]
-
 
 class Device(NamedTuple):
     """``memory`` in bytes; ``bf16`` and ``fp32`` in TFLOP/s; ``bandwidth`` of the memory and
@@ -316,15 +299,24 @@ class Placement:
 
     def note(self, trace: StepTrace, options: Sequence[Option]) -> StepTrace:
         """Note in a trace what the place takes, where these are the options of the blocks."""
-        largest, whole = {True: 0, False: 0}, {True: 0, False: 0}  # by whether the regions recompute
-        for segment in trace.segments:
-            if segment.placed_bytes:
-                kind = segment.block is not None and options[segment.block].recomputes
-                largest[kind] = max(largest[kind], segment.largest)
-                whole[kind] += segment.placed_bytes
-        trace.ring = sum(self.room(largest[kind], whole[kind], kind) for kind in largest)
-        trace.placed = sum(whole.values())
+        payloads = [
+            (each.block is not None and options[each.block].recomputes, each.placed_bytes, each.largest)
+            for each in trace.segments
+            if each.placed_bytes
+        ]
+        trace.ring = self.ring(payloads)
+        trace.placed = sum(size for _, size, _ in payloads)
         return trace
+
+    def ring(self, payloads: Sequence[tuple[bool, int, int]]) -> int:
+        """Return the bytes of the budget that payloads take: of each whether its region recomputes,
+        its bytes, and those of the largest in it.
+        """
+        found = 0
+        for kind in (True, False):
+            sizes = [(size, largest) for recomputes, size, largest in payloads if recomputes == kind]
+            found += self.room(max((each for _, each in sizes), default=0), sum(size for size, _ in sizes), kind)
+        return found
 
     def room(self, largest: int, whole: int, recomputes: bool) -> int:
         """Return the bytes that regions of one kind take of what the budget counts; they share a

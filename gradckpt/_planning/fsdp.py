@@ -22,7 +22,6 @@ from torch.nn import Module, Parameter
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.simulation import SimulationMode
 
-__all__ = ["FLAT", "FSDP1State", "FSDP2State", "KeptAttributes", "name_before", "views_in"]
 _LISTS = (list, collections.deque)
 
 

@@ -29,7 +29,6 @@ from torch.nn.functional import pad
 from gradckpt._engine import saved_roles
 from gradckpt._engine import torch_private as private
 
-__all__ = ["Scratch", "cuda_autocast", "cuda_kernels", "cuda_scratch_of", "gloo_bytes", "scratch_of"]
 aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
 

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FORMATS", "LOSSES", "Loss", "QuantizedLinear", "is_linear", "linear_sizes", "quantize"]
-
 #: Values of one nf4 scale, and scales of one second-level scale.
 _SCALED, _SCALES = 64, 256
 

@@ -48,7 +48,6 @@ from gradckpt._settings import quiet
 from gradckpt._stats import Stats, continue_from, stats
 from gradckpt._training_step import alone, autocast_on, loss_of
 
-__all__ = ["LiveBudget"]
 logger = logging.getLogger("gradckpt")
 
 
@@ -94,7 +93,7 @@ class LiveBudget:
         self._shapes: Shapes | None = None  # of the inputs that the present or pending plan is for
         #: Of shapes of which none covers another; with what each plan knows.
         self._plans: dict[Shapes, tuple[Plan, Profile, dict[str, int]]] = {}
-        self._costs: RegionCosts | None = None
+        self._costs: RegionCosts = {}
         self._placement: Placement | None = None  # its link is measured once
         self._pending: Plan | None = None  # for the next call
         self._measuring: contextlib.ExitStack | None = None

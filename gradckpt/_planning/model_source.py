@@ -25,8 +25,6 @@ from gradckpt._engine import torch_private as private
 from gradckpt._models.kinds import repeated_blocks
 from gradckpt._planning.libraries import QuantizedLinear
 
-__all__ = ["OPTIMIZERS", "SHARDS", "Source", "divide", "open_source"]
-
 #: Positional and keyword arguments of the model's forward.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

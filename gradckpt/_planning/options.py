@@ -42,21 +42,6 @@ from gradckpt._settings import EXACT
 from gradckpt._stats import uncounted
 from gradckpt._training_state import TrainingState, host_random
 
-__all__ = [
-    "KEEP",
-    "RECOMPUTE",
-    "Cost",
-    "Option",
-    "RegionCosts",
-    "allowed",
-    "find_blocks",
-    "find_option",
-    "in_tiles",
-    "likeness",
-    "measure_regions",
-    "regions_to_plan",
-    "wait",
-]
 logger = logging.getLogger("gradckpt")
 
 #: Of policies: those that keep least first.
@@ -291,25 +276,14 @@ class Cost:
     error: float
 
 
-class RegionCosts:
-    """The costs of regions, by the id of the region and the option."""
-
-    def __init__(self, costs: Mapping[tuple[int, Option], Cost] | None = None) -> None:
-        self._costs = dict(costs or {})
-
-    def of(self, block: Module, option: Option) -> Cost | None:
-        """Return the cost of a call of a block in an option, None if it is unknown."""
-        return self._costs.get((id(block), option))
-
-    def add(self, block: Module, costs: Mapping[Option, Cost]) -> None:
-        for option, cost in costs.items():
-            self._costs.setdefault((id(block), option), cost)
+#: By the id of a region and the option: of a call.
+RegionCosts = dict[tuple[int, Option], Cost]
 
 
 @contextlib.contextmanager
 def measure_regions(blocks: Sequence[Module], options: Sequence[Option]) -> Iterator[RegionCosts]:
     """Measure each distinct block when the step in this ``with`` block calls it first."""
-    costs = RegionCosts()
+    costs: RegionCosts = {}
     kinds: list[tuple[Any, dict[Option, Cost]]] = []  # regions that are alike share theirs
     busy = False
 
@@ -319,19 +293,18 @@ def measure_regions(blocks: Sequence[Module], options: Sequence[Option]) -> Iter
             return
         kind = [likeness(block), _shapes((args, kwargs))]
         found = next((costs for each, costs in kinds if each == kind), None)
-        if found is not None:
-            costs.add(block, found)
-            return
-        busy = True
-        try:
-            with uncounted(), activity.unobserved():
-                trial = functools.partial(_measure, block, options, args, kwargs)
-                found = apart(trial, lambda: TrainingState(block, args, kwargs))
+        if found is None:
+            busy = True
+            try:
+                with uncounted(), activity.unobserved():
+                    trial = functools.partial(_measure, block, options, args, kwargs)
+                    found = apart(trial, lambda: TrainingState(block, args, kwargs))
+            finally:
+                busy = False
             kinds.append((kind, found))
-            costs.add(block, found)
             logger.info("gradckpt: measured %s in %d options", type(block).__name__, len(options))
-        finally:
-            busy = False
+        for option, cost in found.items():
+            costs.setdefault((id(block), option), cost)
 
     with contextlib.ExitStack() as stack:
         for block in blocks:
@@ -357,21 +330,24 @@ def _measure(block: Module, options: Sequence[Option], args: Any, kwargs: Any) -
     exact: list[Tensor | None] = []
     upstream: list[Tensor] = []
     began = time.perf_counter()
-    with _rewinding(block) as rewind:
-        for turn in range(1 + _MOST):
-            for option in ordered:
-                rewind()
-                call, inner = calls[option]
-                with _installed(inner):
-                    gradients, elapsed = _timed(block, call, args, kwargs, upstream)
-                if turn:  # the first one warms up
-                    seconds[option] = min(seconds[option], elapsed)
-                elif option == KEEP:
-                    exact = gradients
-                elif option.codec:
-                    errors[option] = _error(exact, gradients)
-            if turn >= _LEAST and time.perf_counter() - began > _SECONDS * len(ordered):
-                break
+    rewind = _rewinding(block)
+    for turn in range(1 + _MOST):
+        for option in ordered:
+            rewind()
+            call, inner = calls[option]
+            with contextlib.ExitStack() as stack:
+                for each in inner:
+                    each.install()
+                    stack.callback(each.remove)
+                gradients, elapsed = _timed(block, call, args, kwargs, upstream)
+            if turn:  # the first one warms up
+                seconds[option] = min(seconds[option], elapsed)
+            elif option == KEEP:
+                exact = gradients
+            elif option.codec:
+                errors[option] = _error(exact, gradients)
+        if turn >= _LEAST and time.perf_counter() - began > _SECONDS * len(ordered):
+            break
     # Each option runs what KEEP runs, and more, and with a place what it does without: less time is
     # noise.
     found = {option: max(seconds[option], seconds[KEEP]) for option in ordered}
@@ -397,15 +373,6 @@ def _caller(block: Module, option: Option, forward: Callable[..., Any]) -> tuple
     region = Region(block, settings, RankCheck("", {}), place)
     inner = working_sets(Tree(block), {block: settings})
     return lambda *args, **kwargs: region.run(block, forward, args, kwargs), inner
-
-
-@contextlib.contextmanager
-def _installed(inner: Sequence[Inner]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for each in inner:
-            each.install()
-            stack.callback(each.remove)
-        yield
 
 
 def _timed(
@@ -467,9 +434,8 @@ def _error(exact: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> fl
     return (wrong / whole) ** 0.5 if whole else 0.0
 
 
-@contextlib.contextmanager
-def _rewinding(block: Module) -> Iterator[Callable[[], None]]:
-    """Yield a function that restores generators and the block's buffers; call it at the end."""
+def _rewinding(block: Module) -> Callable[[], None]:
+    """Return a function that restores generators and the block's buffers."""
     rewind_host = host_random()
     devices = {p.device for p in block.parameters() if p.device.type not in ("cpu", "meta")}
     states = [(device, torch.get_device_module(device.type).get_rng_state(device)) for device in devices]
@@ -486,7 +452,4 @@ def _rewinding(block: Module) -> Iterator[Callable[[], None]]:
             for buffer, value in buffers:
                 buffer.data.copy_(value)
 
-    try:
-        yield rewind
-    finally:
-        rewind()
+    return rewind

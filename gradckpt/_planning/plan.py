@@ -41,7 +41,6 @@ from gradckpt._planning.report import Comparison
 from gradckpt._planning.simulated_tensors import NotSimulated
 from gradckpt._training_step import alone
 
-__all__ = ["agreed", "plan"]
 logger = logging.getLogger("gradckpt")
 
 if TYPE_CHECKING:  # typing keeps overloads that it meets at run time

@@ -21,16 +21,6 @@ from gradckpt._engine import torch_private as private
 from gradckpt._planning.options import Cost, Option, RegionCosts, find_option
 from gradckpt._planning.segments import UNBOUNDED
 
-__all__ = [
-    "KnownPlan",
-    "Measured",
-    "SavedProfile",
-    "damaged",
-    "inputs_noted",
-    "parameters_of",
-    "read_record",
-]
-
 #: Numbers are smaller: the planner has 64 bits for bytes.
 _LIMIT = 2**63
 
@@ -182,13 +172,11 @@ class SavedProfile:
 
     def costs_of(self, regions: Sequence[Module]) -> RegionCosts:
         """Return the costs of regions, in the order of a plan's."""
-        return RegionCosts(
-            {
-                (id(region), option): Cost(seconds, error)
-                for i, region in enumerate(regions)
-                for option, seconds, error in zip(self.options, self.of(i).seconds, self.of(i).errors, strict=True)
-            }
-        )
+        return {
+            (id(region), option): Cost(seconds, error)
+            for i, region in enumerate(regions)
+            for option, seconds, error in zip(self.options, self.of(i).seconds, self.of(i).errors, strict=True)
+        }
 
     def check(self, names: Sequence[str], own: Sequence[str], options: Sequence[Option], like: Sequence[str]) -> None:
         """Check that this was measured in a step with these regions.

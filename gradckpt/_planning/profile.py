@@ -52,8 +52,6 @@ from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import refuse_writes, tensors_of_batch
 
-__all__ = ["Profile"]
-
 #: Steps are measured for about so many seconds, and so often at least and at most, after one that
 #: warms up; the least among ranks, which may have to run equally many.
 _SECONDS, _LEAST, _MOST = 2.0, 2, 6

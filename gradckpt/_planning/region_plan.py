@@ -26,7 +26,6 @@ from gradckpt._planning.report import IN_PYTHON, Hints, advice, aligned, is_smal
 from gradckpt._planning.segments import SIGNED, UNBOUNDED, Peak
 from gradckpt._stats import format_bytes
 
-__all__ = ["NoPlan", "Offloaded", "Plan", "PlannedRegion", "digest_of", "outside_of", "plan_of"]
 logger = logging.getLogger("gradckpt")
 
 

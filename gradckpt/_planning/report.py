@@ -12,19 +12,6 @@ from typing import Any
 from gradckpt._planning.segments import GRADIENTS, KEPT, KINDS, LOSS, WORKING, Peak
 from gradckpt._stats import format_bytes
 
-__all__ = [
-    "IN_PYTHON",
-    "LESS",
-    "TILES",
-    "Comparison",
-    "Hints",
-    "Row",
-    "advice",
-    "as_flags",
-    "is_smallest",
-    "with_a_smaller_budget",
-    "with_tiles",
-]
 logger = logging.getLogger("gradckpt")
 
 #: Part of a peak -> what lowers it.

@@ -20,22 +20,6 @@ from gradckpt import _C
 from gradckpt._planning.device_memory import local
 from gradckpt._planning.simulation import Work
 
-__all__ = [
-    "SIGNED",
-    "UNBOUNDED",
-    "Peak",
-    "Segment",
-    "StepTrace",
-    "condensed",
-    "held_blocks",
-    "memory_use",
-    "pairs",
-    "resized",
-    "scaled",
-    "total",
-    "with_own_storages",
-]
-
 #: Metadata of fields whose numbers may be negative, and of errors, which may be infinite or NaN.
 SIGNED, UNBOUNDED = {"signed": True}, {"unbounded": True}
 
@@ -116,28 +100,16 @@ def _condensed(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-class _Up:
-    """How far a segment rises above its start, and its net, by kind."""
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self.net = [0] * len(KINDS)
-        self.top = [0] * len(KINDS)
-        total = highest = 0
-        for size, kind in segment.events:
-            self.net[kind] += size
-            total += size
-            if total > highest:
-                highest, self.top = total, list(self.net)
-
-    def peak(self, before: Sequence[int]) -> Peak:
-        """Return its peak above what was alive before; what it adds, except gradients, is its
-        working set.
-        """
-        parts = dict(zip(KINDS, before, strict=True))
-        for kind, size in zip(KINDS, self.top, strict=True):
-            parts[kind if kind == KINDS[GRADIENTS] else KINDS[WORKING]] += size
-        return Peak(sum(before) + sum(self.top), self.segment.name, parts)
+def _rise(segment: Segment) -> tuple[list[int], list[int]]:
+    """Return a segment's net and how far it rises above its start, by kind."""
+    net, top = [0] * len(KINDS), [0] * len(KINDS)
+    total = highest = 0
+    for size, kind in segment.events:
+        net[kind] += size
+        total += size
+        if total > highest:
+            highest, top = total, list(net)
+    return net, top
 
 
 @dataclasses.dataclass(slots=True)
@@ -160,9 +132,12 @@ class StepTrace:
         alive = [0] * len(KINDS)
         found = []
         for segment in self.segments:
-            up = _Up(segment)
-            found.append(up.peak(alive))
-            alive = [x + d for x, d in zip(alive, up.net, strict=True)]
+            net, top = _rise(segment)
+            parts = dict(zip(KINDS, alive, strict=True))
+            for kind, size in zip(KINDS, top, strict=True):  # what it adds, except gradients, is its working set
+                parts[kind if kind == KINDS[GRADIENTS] else KINDS[WORKING]] += size
+            found.append(Peak(sum(alive) + sum(top), segment.name, parts))
+            alive = [x + d for x, d in zip(alive, net, strict=True)]
         return found
 
     def peak(self) -> Peak:
@@ -175,9 +150,7 @@ def pairs(changes: Sequence[int]) -> Iterator[tuple[int, int]]:
     return zip(changes[::2], changes[1::2], strict=True)
 
 
-def memory_use(
-    segments: Iterable[Segment], held: Iterable[int] = (), *, expandable: bool = False, capacity: int | None = None
-) -> Any:
+def memory_use(segments: Iterable[Segment], held: Iterable[int] = ()) -> Any:
     """Return what a step needs after ``held`` blocks of these bytes; :func:`gradckpt._C.memory_use`
     describes it. Each segment counts once.
     """
@@ -187,7 +160,7 @@ def memory_use(
 
     def allocate(size: int) -> int:
         nonlocal count
-        rows.extend((size, count, 0))
+        rows.extend((size, count))
         count += 1
         return count - 1
 
@@ -200,8 +173,8 @@ def memory_use(
             if size > 0:
                 names.setdefault(key, []).append(allocate(size))
             elif size and (known := names.get(key)):  # else it was there before the step
-                rows.extend((0, known.pop(), 0))
-    return _C.memory_use(rows, expandable, capacity)
+                rows.extend((0, known.pop()))
+    return _C.memory_use(rows)
 
 
 def held_blocks(model: Module, fixed: Mapping[str, int]) -> list[int]:

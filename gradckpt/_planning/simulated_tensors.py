@@ -29,24 +29,6 @@ from gradckpt import _C
 from gradckpt._apart import shown_as_base
 from gradckpt._engine import torch_private as private
 
-__all__ = [
-    "Again",
-    "NotSimulated",
-    "accumulates_in_place",
-    "bounds",
-    "composite_key",
-    "fills_in_place",
-    "has_rules",
-    "in_backward",
-    "map_tensors",
-    "meta_results",
-    "refuse_reads",
-    "shared_space",
-    "take",
-    "tensors_in",
-    "tensors_without_values",
-    "uses_of_one",
-]
 aten = torch.ops.aten
 
 

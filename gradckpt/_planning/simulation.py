@@ -43,7 +43,6 @@ from gradckpt._planning.simulated_tensors import (
     uses_of_one,
 )
 
-__all__ = ["KEEP_FACTORS", "WRAP", "Event", "SimulationMode", "in_exact_region", "wrapped_numbers"]
 aten = torch.ops.aten
 _Storage: Any = torch.UntypedStorage
 

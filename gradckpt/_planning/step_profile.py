@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from gradckpt._planning.chain import Chain, Choice, Chosen, Costs, Infeasible
+from gradckpt._planning.chain import Chain, Choice, Chosen, Costs
 from gradckpt._planning.choose import PRICES, Chooser, front_of, improved
 from gradckpt._planning.device_memory import Budget, class_of, named_modules, parameters_before
 from gradckpt._planning.devices import Call, Placement, placed_by_block
@@ -25,7 +25,6 @@ from gradckpt._planning.segments import Peak, StepTrace, memory_use, total
 from gradckpt._planning.step_trace import StateBeforeSimulation, side_by_side_simulated
 from gradckpt._settings import Setting
 
-__all__ = ["StepProfile"]
 logger = logging.getLogger("gradckpt")
 
 #: An option for each block, and whether nearly all tokens choose the same experts.
@@ -88,7 +87,7 @@ class StepProfile(abc.ABC):
         self.places = {o: placed_by_block(trace.segments) for o, trace in self.traces.items() if trace.placed}
         self._waits: dict[Choice, float] = {}  # seconds
         self.seen: set[Choice] = set()  # choices that were traced
-        self.costs: RegionCosts | None = None
+        self.costs: RegionCosts = {}
         self.step_seconds = 0.0
         self.weights = [1.0] * len(self.blocks)
 
@@ -210,8 +209,7 @@ class StepProfile(abc.ABC):
 
     def cost(self, block: int, option: Option) -> Cost:
         """Return the cost of a block in an option."""
-        found = self.costs.of(self.blocks[block], option) if self.costs is not None else None
-        return found if found is not None else Cost(0.0, 0.0)
+        return self.costs.get((id(self.blocks[block]), option), Cost(0.0, 0.0))
 
     def seconds(self, choice: Choice) -> float:
         """Return the seconds of all calls, and for which they wait for a place."""
@@ -290,14 +288,14 @@ class StepProfile(abc.ABC):
             NoPlan: There is none.
         """
         limit, squares = self.limit(budget, fixed), None if error is None else error**2
-        try:
-            return self._cheapest(chain, limit, squares)
-        except Infeasible as found:
-            raise self.no_plan(budget, fixed, found.smallest[1], found.trace) from None
+        chosen = self._cheapest(chain, limit, squares)
+        if self.size_of(chosen.trace) > limit:
+            raise self.no_plan(budget, fixed, chosen.choice, chosen.trace)
+        return chosen
 
     def _cheapest(self, chain: Chain, limit: int, squares: float | None) -> Chosen:
-        """Return the fastest choice that was found, waits for a place included; the bound is
-        without waits.
+        """Return the fastest choice that was found, waits for a place included, or the one that
+        needs least if none is within the limit; the bound is without waits.
 
         What a place takes is the same for most choices that use it, so it is taken off the limit
         beforehand: regions that recompute have one ring, others another.
@@ -310,16 +308,15 @@ class StepProfile(abc.ABC):
             for room, price in itertools.product(rooms, PRICES if kinds else (0.0,)):
                 if price and (room != max(rooms) or not found or not self.waits(found[-1].choice)):
                     continue  # nothing waits where a place costs nothing
-                with contextlib.suppress(Infeasible):
-                    found.append(self._chosen(chain, limit - room, squares, kinds, price))
+                each = self._chosen(chain, limit - room, squares, kinds, price)
+                if each.peak + self.lift(each.trace) - each.trace.ring <= limit - room:
+                    found.append(each)
         most = len(self.seen) + _TRACES
         for each in sorted(found, key=lambda each: (self.seconds(each.choice), each.choice)):
             better = improved(self, each.choice, chain, limit, squares, most)
             found.append(dataclasses.replace(each, choice=better, trace=self.trace_of(better)))
         smallest = self._least(chain, squares, [each.choice for each in found])
         within = [each.choice for each in found if self.size_of(each.trace) <= limit]
-        if not within and smallest[0] > limit:
-            raise Infeasible(smallest, self.trace_of(smallest[1]))
         best = min(within or [smallest[1]], key=lambda each: (self.seconds(each), each))
         seconds = self.seconds(best)
         bound = min((each.bound for each in found), default=0.0)
@@ -336,8 +333,12 @@ class StepProfile(abc.ABC):
 
     def _chosen(self, chain: Chain, limit: int, squares: float | None, kinds: Sequence[bool], price: float) -> Chosen:
         """Return the fastest choice by these costs; what a place takes is not in the limit."""
-        costs, known = self.call_costs(squares is not None, price, kinds), [*self.largest.values()]
-        chooser = Chooser(chain, costs, squares, self.trace_of, known, lambda trace: self.lift(trace) - trace.ring)
+        costs = self.call_costs(squares is not None, price, kinds)
+
+        def improve(choice: Choice, within: int) -> Choice:
+            return choice if self.places else improved(self, choice, chain, within, squares)
+
+        chooser = Chooser(chain, costs, squares, self.trace_of, lambda trace: self.lift(trace) - trace.ring, improve)
         found = chooser.choose(limit)
         return dataclasses.replace(found, bound=found.bound if not price else math.inf)
 
@@ -360,8 +361,8 @@ class StepProfile(abc.ABC):
     def smallest(self, chain: Chain, error: float | None = None) -> Choice:
         """Return the choice that needs the least bytes; otherwise as :meth:`fastest`."""
         squares = None if error is None else error**2
-        costs, known = self.call_costs(squares is not None), [*self.largest.values()]
-        return Chooser(chain, costs, squares, self.trace_of, known, self.lift).smallest()[1]
+        costs = self.call_costs(squares is not None)
+        return Chooser(chain, costs, squares, self.trace_of, self.lift).smallest()[1]
 
     def no_plan(
         self, budget: Budget, fixed: Mapping[str, int], choice: Choice, trace: StepTrace, needed: int | None = None

@@ -37,18 +37,6 @@ from gradckpt._stats import uncounted
 from gradckpt._training_state import TrainingState, holder_of, host_random
 from gradckpt._training_step import StepWrites, higher_order_in
 
-__all__ = [
-    "OptimizerMemory",
-    "StateBeforeSimulation",
-    "late_progress",
-    "optimizer_memory",
-    "side_by_side_simulated",
-    "simulated",
-    "state_bytes",
-    "torch_optimizer",
-    "trace_step",
-]
-
 T = TypeVar("T")
 _seeds = itertools.count(0x6763_6B70)  # of which no seed of a user begins
 

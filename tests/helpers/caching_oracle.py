@@ -16,158 +16,78 @@ class Piece:
     at: int
     size: int
     used: bool = False
-    mapped: bool = True
 
 
 @dataclass
 class Segment:
     small: bool
-    stream: int
     pieces: list = field(default_factory=list)
 
     def join(self):
-        """Neighbours that are free, or that have no pages, become one."""
+        """Neighbours that are free become one."""
         found = self.pieces[:1]
         for piece in self.pieces[1:]:
-            last = found[-1]
-            if not last.used and not piece.used and last.mapped == piece.mapped:
-                last.size += piece.size
+            if not found[-1].used and not piece.used:
+                found[-1].size += piece.size
             else:
                 found.append(piece)
         self.pieces = found
 
     def cut(self, piece, size):
         """Leave the first bytes to a piece; the others are one of their own."""
-        rest = Piece(piece.at + size, piece.size - size, piece.used, piece.mapped)
+        rest = Piece(piece.at + size, piece.size - size, piece.used)
         piece.size = size
         self.pieces.insert(self.pieces.index(piece) + 1, rest)
-        return rest
 
 
 class Allocator:
     """`capacity`: bytes for segments, None: no limit."""
 
-    SPACE = 20 * MIB << 38  #: addresses of an expandable segment: more than any trace fills
-
-    def __init__(self, capacity=None, expandable=False):
+    def __init__(self, capacity=None):
         self.capacity = float("inf") if capacity is None else capacity
-        self.expandable = expandable
         self.segments = []
         self.end = 0
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
 
-    # ---- the device
-
-    def take(self, size):
-        if self.reserved + size > self.capacity:
+    def from_device(self, size, small):
+        whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+        if self.reserved + whole > self.capacity:
             raise OutOfMemory
-        self.reserved += size
+        self.reserved += whole
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-
-    def new_segment(self, small, stream, size, mapped):
-        segment = Segment(small, stream, [Piece(self.end, size, mapped=mapped)])
-        self.end += size
+        segment = Segment(small, [Piece(self.end, whole)])
+        self.end += whole
         self.segments.append(segment)
-        return segment
+        return segment, segment.pieces[0]
 
     def give_back(self):
         for segment in self.segments[:]:
-            if not self.expandable:
-                if len(segment.pieces) == 1 and not segment.pieces[0].used:
-                    self.reserved -= segment.pieces[0].size
-                    self.segments.remove(segment)
-                continue
-            page = 2 * MIB if segment.small else 20 * MIB
-            for piece in segment.pieces[:]:
-                first, end = -(-piece.at // page) * page, (piece.at + piece.size) // page * page
-                if piece.used or not piece.mapped or first >= end:
-                    continue
-                if first > piece.at:
-                    piece = segment.cut(piece, first - piece.at)
-                if end < piece.at + piece.size:
-                    segment.cut(piece, end - first)
-                piece.mapped = False
-                self.reserved -= end - first
-            segment.join()
+            if len(segment.pieces) == 1 and not segment.pieces[0].used:
+                self.reserved -= segment.pieces[0].size
+                self.segments.remove(segment)
 
-    # ---- pieces
-
-    def pool(self, small, stream):
-        return [each for each in self.segments if (each.small, each.stream) == (small, stream)]
-
-    def best(self, size, small, stream):
+    def best(self, size, small):
         free = [
             (piece.size, piece.at, segment, piece)
-            for segment in self.pool(small, stream)
+            for segment in self.segments
             for piece in segment.pieces
-            if not piece.used and piece.mapped and piece.size >= size
+            if segment.small == small and not piece.used and piece.size >= size
         ]
-        free.sort(key=lambda each: each[:2])
-        if not self.expandable or not free:
-            return free[0][2:] if free else None
+        return min(free, key=lambda each: each[:2])[2:] if free else None
 
-        def grown(each):
-            segment, piece = each[2:]
-            i = segment.pieces.index(piece) + 1
-            return piece.size + (segment.pieces[i].size if segment.pieces[i:] and not segment.pieces[i].mapped else 0)
-
-        i = 0
-        while i + 1 < len(free) and grown(free[i + 1]) < grown(free[i]):
-            i += 1
-        return free[i][2:]
-
-    def grow(self, size, small, stream):
-        """A free piece of at least this size, under which new pages lie, at the lowest address."""
-        page = 2 * MIB if small else 20 * MIB
-        segments = self.pool(small, stream) or [self.new_segment(small, stream, self.SPACE, False)]
-        assert len(segments) == 1
-        segment = segments[0]
-        for i, piece in enumerate(segment.pieces):
-            if piece.used or (piece.mapped and (i + 1 == len(segment.pieces) or segment.pieces[i + 1].mapped)):
-                continue
-            room = 0
-            for each in segment.pieces[i:]:
-                if each.used:
-                    break
-                room += each.size
-            if room >= size:
-                break
-        else:
-            raise AssertionError("no addresses are left")
-        while not piece.mapped or piece.size < size:
-            target = piece if not piece.mapped else segment.pieces[segment.pieces.index(piece) + 1]
-            wanted = size - (piece.size if piece.mapped else 0)
-            pages = -(-min(wanted, target.size) // page) * page
-            self.take(pages)
-            if pages < target.size:
-                segment.cut(target, pages)
-            target.mapped = True
-            start = piece.at
-            segment.join()
-            piece = next(each for each in segment.pieces if each.at <= start < each.at + each.size)
-        return segment, piece
-
-    def from_device(self, size, small, stream):
-        if self.expandable:
-            return self.grow(size, small, stream)
-        whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        self.take(whole)
-        segment = self.new_segment(small, stream, whole, True)
-        return segment, segment.pieces[0]
-
-    def allocate(self, nbytes, stream=0):
+    def allocate(self, nbytes):
         size = -(-nbytes // 512) * 512
         small = size <= MIB
-        found = self.best(size, small, stream)
+        found = self.best(size, small)
         if found is None:
             try:
-                found = self.from_device(size, small, stream)
+                found = self.from_device(size, small)
             except OutOfMemory:
                 self.give_back()
-                found = self.from_device(size, small, stream)
+                found = self.from_device(size, small)
         segment, piece = found
         rest = piece.size - size
-        if rest >= 512 if small or self.expandable else rest > MIB:
+        if rest >= 512 if small else rest > MIB:
             segment.cut(piece, size)
         piece.used = True
         self.allocated += piece.size
@@ -181,31 +101,29 @@ class Allocator:
         segment.join()
 
 
-def play(changes, capacity=None, expandable=False):
-    """What _C.memory_use says of one capacity: (completed, requested, allocated, reserved)."""
-    allocator, alive = Allocator(capacity, expandable), {}
+def play(changes, capacity=None):
+    """What _C.memory_use says: (requested, allocated, reserved); None if the capacity is too
+    small."""
+    allocator, alive = Allocator(capacity), {}
     requested = most = 0
-    completed = True
-    for nbytes, name, stream in changes:
+    for nbytes, name in changes:
         if nbytes == 0:
             size, block = alive.pop(name)
             requested -= size
             allocator.free(block)
             continue
         try:
-            alive[name] = nbytes, allocator.allocate(nbytes, stream)
+            alive[name] = nbytes, allocator.allocate(nbytes)
         except OutOfMemory:
-            completed = False
+            return None
         requested += nbytes
         most = max(most, requested)
-        if not completed:
-            break
-    return completed, most, allocator.peak_allocated, allocator.peak_reserved
+    return most, allocator.peak_allocated, allocator.peak_reserved
 
 
-def needed(changes, expandable=False):
+def needed(changes):
     """The smallest capacity from which on all complete: every multiple of 2 MiB is tried."""
-    capacity = play(changes, None, expandable)[3]
-    while capacity > 0 and play(changes, capacity - 2 * MIB, expandable)[0]:
+    capacity = play(changes)[2]
+    while capacity > 0 and play(changes, capacity - 2 * MIB) is not None:
         capacity -= 2 * MIB
     return capacity

@@ -299,19 +299,11 @@ def test_a_cache_is_left_alone():
 # ---- all plans
 
 
-class Costs:
-    """Random costs, among which those of keeping are least."""
-
-    def __init__(self, profile, seed):
-        draw = random.Random(seed)
-
-        def row():
-            return {o: Cost(draw.random() + (o.name != "keep"), 0.0) for o in profile.options}
-
-        self._of = {id(block): row() for block in profile.blocks}
-
-    def of(self, block, option):
-        return self._of[id(block)][option]
+def random_costs(profile, seed):
+    """Costs among which those of keeping are least."""
+    draw = random.Random(seed)
+    every = itertools.product(profile.blocks, profile.options)
+    return {(id(block), o): Cost(draw.random() + (o.name != "keep"), 0.0) for block, o in every}
 
 
 SMALL = {
@@ -340,7 +332,7 @@ def test_no_plan_is_faster(name):
         peaks[choice] = profile.trace(profile.of_choice(choice)).peak().size
     least, most = min(peaks.values()), max(peaks.values())
     for seed in range(3):
-        profile.costs = Costs(profile, seed)
+        profile.costs = random_costs(profile, seed)
         seconds = {
             choice: sum(profile.cost(b, profile.options[o]).seconds for b, o in zip(profile.calls, choice, strict=True))
             for choice in peaks
@@ -359,12 +351,10 @@ def test_no_plan_is_faster(name):
 # ---- errors
 
 
-class TooLarge:
+def too_large(option):
     """Compressing is fast, and its region's errors say far too much."""
-
-    def of(self, block, option):
-        compress = option.name == "compress int8"
-        return Cost(*((0.1, 0.5) if compress else (1.0, 0.5 if option.codec else 0.0)))
+    compress = option.name == "compress int8"
+    return Cost(*((0.1, 0.5) if compress else (1.0, 0.5 if option.codec else 0.0)))
 
 
 def test_errors_of_regions_are_scaled_to_what_is_measured():
@@ -375,7 +365,8 @@ def test_errors_of_regions_are_scaled_to_what_is_measured():
         step_of_batch(model, batch)()
 
     profile = Profile(model, run, (X,), modules=Block, compress="int8", limits_error=True)
-    profile.costs = TooLarge()
+    every = itertools.product(profile.blocks, profile.options)
+    profile.costs = {(id(block), option): too_large(option) for block, option in every}
     budget = Budget(2**30, True, "")
     most = profile.plan(budget, error=0.5, batch=(X,))
     assert {region.option.name for region in most.regions} == {"compress int8"}

@@ -36,7 +36,7 @@ SMALL = {
     "bench_fidelity": [""],
     "bench_gradient_error": [""],
     "bench_import": [""],
-    "bench_needed": ["", "--expandable"],
+    "bench_needed": [""],
     "bench_overhead": [""],
     "bench_plan": [""],
     "bench_planner": ["", "ways --peers"],

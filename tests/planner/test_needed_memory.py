@@ -33,7 +33,7 @@ WORDS = 512
 
 @functools.cache
 def uses(name):
-    return bench_needed.row_of(name, bench_needed.ROWS[name], False)
+    return bench_needed.row_of(name, bench_needed.ROWS[name])
 
 
 @pytest.mark.parametrize("name", ["24 x 1024, 4 x 4k", "28 x 3072, 16k", "32 x 4096, 4k"])
