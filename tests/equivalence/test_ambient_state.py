@@ -3,6 +3,7 @@ and what it leaves."""
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -254,3 +255,58 @@ def test_anomaly_mode_finds_a_nan(run):
 
     with torch.autograd.detect_anomaly(), run.error(RuntimeError, "returned nan values in its 0th output"):
         run.checkpoint(run.watched(fn), leaf(4)).sum().backward()
+
+
+# ---- random numbers: what the forward drew is drawn again, and the generator left as it was ----
+
+
+@behaviour
+def test_seed_set_inside(run):
+    def fn(t):
+        torch.manual_seed(5)
+        return F.dropout(t.sin()).exp()
+
+    x = leaf(16)
+    y = run.checkpoint(run.watched(fn), x)
+    run.log(torch.rand(2))
+    y.sum().backward()
+    return x.grad, torch.rand(2)
+
+
+@behaviour
+def test_fork_rng_inside(run):
+    """The states before and after are equal, yet numbers were drawn."""
+
+    def fn(t):
+        with torch.random.fork_rng(devices=[]):
+            mask = torch.rand(16)
+        return (t * mask).sin().exp()
+
+    x = leaf(16)
+    y = run.checkpoint(run.watched(fn), x)
+    torch.rand(3)
+    y.sum().backward()
+    return x.grad, torch.rand(2)
+
+
+@behaviour
+def test_a_generator_of_the_users_own_goes_on(run):
+    """Only default generators are kept: a private one gives other numbers in the recompute."""
+    generator = torch.Generator().manual_seed(3)
+
+    def fn(t):
+        mask = torch.rand(4, generator=generator)
+        run.log(mask)
+        return t.sin().exp() * mask
+
+    x = leaf(4)
+    run.checkpoint(fn, x).sum().backward()
+    return x.grad, torch.rand(2, generator=generator)
+
+
+@behaviour
+def test_other_random_modules_are_not_kept(run):
+    generator = np.random.default_rng(0)
+    x = leaf(4)
+    run.checkpoint(lambda t: run.log(float(generator.random())) or t.sin().exp(), x).sum().backward()
+    return x.grad

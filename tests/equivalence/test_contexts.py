@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
-from behaviours import behaviour, leaf
+from behaviours import behaviour, leaf, raises_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchs_own import saves_inputs_alone, tells_contexts
 
@@ -79,23 +79,17 @@ def test_contexts_see_the_hooks_of_the_region(run):
 @tells_contexts
 @behaviour
 def test_forward_exception_reaches_the_context(run):
-    def fn(t):
-        t.sin()
-        raise KeyError("from the function")
-
     with run.error(KeyError):
-        run.checkpoint(fn, leaf(4), context_fn=pair(run))
+        run.checkpoint(raises_in(1, KeyError, "from the function"), leaf(4), context_fn=pair(run))
 
 
 @tells_contexts
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt, StopIteration, GeneratorExit])
 @behaviour
 def test_swallowing_forward_context(run, kind):
-    def fn(t):
-        raise kind("swallowed")
-
+    swallows = Noted(run, "f", swallow=True), contextlib.nullcontext()
     with run.error(RuntimeError, "suppressed an exception"):
-        run.checkpoint(fn, leaf(4), context_fn=lambda: (Noted(run, "f", swallow=True), contextlib.nullcontext()))
+        run.checkpoint(raises_in(1, kind, "swallowed"), leaf(4), context_fn=lambda: swallows)
 
 
 @behaviour
@@ -108,16 +102,7 @@ def test_swallowing_recompute_context_hides_the_early_stop(run):
 
 @behaviour
 def test_swallowing_recompute_context_leaves_tensors_missing(run):
-    calls = []
-
-    def fn(t):
-        calls.append(1)
-        t = t.sin()
-        if len(calls) > 1:
-            raise KeyError
-        return t.exp()
-
-    y = run.checkpoint(fn, leaf(4), context_fn=pair(run, swallow=True))
+    y = run.checkpoint(raises_in(2, KeyError), leaf(4), context_fn=pair(run, swallow=True))
     with run.error(torch_checkpoint.CheckpointError, "different number of tensors"):
         y.sum().backward()
 
@@ -137,11 +122,9 @@ def test_context_that_fails(run, which, fail):
 @tells_contexts
 @behaviour
 def test_context_that_raises_another_exception_over_the_first(run):
-    def fn(t):
-        raise KeyError("first")
-
+    fails = Noted(run, "f", fail="exit"), contextlib.nullcontext()
     with run.error(ArithmeticError):
-        run.checkpoint(fn, leaf(4), context_fn=lambda: (Noted(run, "f", fail="exit"), contextlib.nullcontext()))
+        run.checkpoint(raises_in(1, KeyError, "first"), leaf(4), context_fn=lambda: fails)
 
 
 @pytest.mark.parametrize("made", [3, None, (1,), (1, 2, 3), (1, 2)])

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from kept_regions import Block, Plain, X, counter, run, torch_remat
+from kept_regions import Block, Plain, X, chain, checkpointed, counter, run, torch_remat
 
 import gradckpt
 from gradckpt._engine import kept_calls
@@ -36,10 +36,6 @@ def _placeholders(monkeypatch):
     kept_calls.warn_runs_again.cache_clear()
 
 
-def checkpointed(function, **options):
-    return lambda x: gradckpt.checkpoint(function, x, **options)
-
-
 def theirs(function):
     return remat.checkpoint(region_name="region")(function)
 
@@ -50,15 +46,6 @@ def kept(function):
 
 def again(function):
     return remat.region(function, "call", recompute=True)
-
-
-def chain(*functions):
-    def call(x):
-        for function in functions:
-            x = function(x)
-        return x
-
-    return call
 
 
 #: nesting -> (it, the same without regions, calls in the forward, calls in the backward)

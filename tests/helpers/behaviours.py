@@ -182,6 +182,20 @@ class Run:
         self.log("error", caught.value)
 
 
+def raises_in(call: int, kind: Callable[..., BaseException], *words: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """sin, then exp; in this call of it an error between the two."""
+    calls: list[int] = []
+
+    def fn(t: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        t = t.sin()
+        if len(calls) == call:
+            raise kind(*words)
+        return t.exp()
+
+    return fn
+
+
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, dtype=dtype, requires_grad=True)
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout, gelu
 
+import gradckpt
+
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 
 
@@ -94,3 +96,20 @@ def torch_remat():
 
 def counter():
     return collections.Counter()
+
+
+def checkpointed(function, **options):
+    return lambda x: gradckpt.checkpoint(function, x, **options)
+
+
+def chain(*functions):
+    def call(x):
+        for function in functions:
+            x = function(x)
+        return x
+
+    return call
+
+
+def kept(function, name="call"):
+    return gradckpt.policies.region(function, name, recompute=False)

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from kept_regions import Block, Plain, X, counter, run
+from kept_regions import Block, Plain, X, chain, checkpointed, counter, kept, run
 from torch import nn
 
 import gradckpt
@@ -23,25 +23,8 @@ def _warn_anew():
     kept_calls.warn_runs_again.cache_clear()
 
 
-def checkpointed(function, **options):
-    return lambda x: gradckpt.checkpoint(function, x, **options)
-
-
-def kept(function, name="call"):
-    return policies.region(function, name, recompute=False)
-
-
 def again(function, name="again"):
     return policies.region(function, name, recompute=True)
-
-
-def chain(*functions):
-    def call(x):
-        for function in functions:
-            x = function(x)
-        return x
-
-    return call
 
 
 def context():
