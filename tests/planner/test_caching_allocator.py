@@ -83,19 +83,6 @@ def test_of_equal_blocks_that_of_the_lowest_address():
     assert not use(trace(a, s, *rest), capacity=38 * MIB)["completed"]
 
 
-def test_whole_segments_go_back_when_the_device_is_full():
-    steps = [("a", 30 * MIB), "a", ("b", 40 * MIB)]
-    found = use(trace(*steps))
-    assert found["reserved"] == 70 * MIB
-    assert found["needed"] == 40 * MIB
-    assert not use(trace(*steps), capacity=40 * MIB - 1)["completed"]
-
-
-def test_a_segment_with_a_block_in_it_does_not_go_back():
-    steps = [("a", 30 * MIB), "a", ("b", 2 * MIB), ("c", 40 * MIB)]
-    assert use(trace(*steps))["needed"] == 70 * MIB
-
-
 def test_needed_is_the_smallest_capacity_from_which_on_all_complete():
     """A trace may complete with less and fail with more: with less, a segment goes back earlier,
     and its place is not taken by a block that stays."""
@@ -128,11 +115,6 @@ def test_rules_of_expandable_segments(rule):
     steps, allocated, reserved = EXPANDABLE[rule]
     found = use(trace(*steps), expandable=True)
     assert (found["allocated"], found["reserved"]) == (allocated, reserved)
-
-
-def test_whole_pages_go_back():
-    steps = [("a", 100 * MIB), ("b", 20 * MIB), "a", ("c", 5 * MIB), ("d", MIB), ("e", 110 * MIB)]
-    assert use(trace(*steps), expandable=True)["needed"] == 160 * MIB + 2 * MIB
 
 
 def random_changes(rng, count, streams=1):
