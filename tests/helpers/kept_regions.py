@@ -108,7 +108,15 @@ def chain(*functions):
             x = function(x)
         return x
 
-    return call
+    return functions[0] if len(functions) == 1 else call
+
+
+def nested(text, parts, **ways):
+    """What ``text`` says, as in "ours(kept(plain), sin)", where what stands side by side runs one
+    after the other; and the same without any of the ``ways``.
+    """
+    wrap = {name: lambda *inside, way=way: way(chain(*inside)) for name, way in ways.items()}
+    return eval(text, {**parts, **wrap}), eval(text, {**parts, **dict.fromkeys(ways, chain)})
 
 
 def kept(function, name="call"):

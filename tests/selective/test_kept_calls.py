@@ -1,11 +1,12 @@
 """gradckpt.policies.region: calls inside a region that do not run again."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
 import torch
-from kept_regions import Block, Plain, X, chain, checkpointed, counter, kept, run
+from kept_regions import Block, Plain, X, chain, checkpointed, counter, kept, nested, run
 from torch import nn
 
 import gradckpt
@@ -55,32 +56,31 @@ def test_it_runs_once(way, backwards):
     assert ran.backward == {"block": backwards, "again": backwards}
 
 
+PARTS = {"plain": PLAIN, "sin": torch.sin, "readers": lambda y: (y + y.detach().mean()) * y.argmax()}
+#: nesting -> how often a backward runs the plain part
 NESTINGS = {
-    "kept": (checkpointed(kept(PLAIN)), PLAIN, 0),
-    "kept last": (checkpointed(chain(torch.sin, kept(PLAIN))), chain(torch.sin, PLAIN), 0),
-    "kept first": (checkpointed(chain(kept(PLAIN), torch.sin)), chain(PLAIN, torch.sin), 0),
-    "kept, kept": (checkpointed(chain(kept(PLAIN), kept(torch.sin, "sin"))), chain(PLAIN, torch.sin), 0),
-    "again": (checkpointed(again(PLAIN)), PLAIN, 1),
-    "again(kept)": (checkpointed(again(chain(kept(PLAIN), torch.sin))), chain(PLAIN, torch.sin), 0),
-    "kept(kept)": (checkpointed(kept(kept(PLAIN, "inner"))), PLAIN, 0),
-    "kept(region)": (checkpointed(kept(checkpointed(PLAIN))), PLAIN, 1),
-    "kept(region(kept))": (checkpointed(kept(checkpointed(kept(PLAIN)))), PLAIN, 0),
-    "region(kept)": (checkpointed(checkpointed(kept(PLAIN))), PLAIN, 0),
-    "bare readers": (
-        checkpointed(chain(kept(PLAIN), lambda y: (y + y.detach().mean()) * y.argmax())),
-        chain(PLAIN, lambda y: (y + y.detach().mean()) * y.argmax()),
-        0,
-    ),
+    "ours(kept(plain))": 0,
+    "ours(sin, kept(plain))": 0,
+    "ours(kept(plain), sin)": 0,
+    "ours(kept(plain), kept(sin))": 0,
+    "ours(again(plain))": 1,
+    "ours(again(kept(plain), sin))": 0,
+    "ours(kept(kept(plain)))": 0,
+    "ours(kept(ours(plain)))": 1,
+    "ours(kept(ours(kept(plain))))": 0,
+    "ours(ours(kept(plain)))": 0,
+    "ours(kept(plain), readers)": 0,
 }
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)
 def test_nestings(nesting):
-    nested, plain, count = NESTINGS[nesting]
-    ran, expected = (run(f, MODULES, CALLS, 2) for f in (nested, plain))
+    names = itertools.count()
+    both = nested(nesting, PARTS, ours=checkpointed, again=again, kept=lambda f: kept(f, f"call {next(names)}"))
+    ran, expected = (run(f, MODULES, CALLS, 2) for f in both)
     assert ran.equals(expected)
     assert ran.forward == expected.forward == {"plain": 1}
-    assert ran.backward == ({"plain": 2 * count} if count else {})
+    assert ran.backward == ({"plain": 2 * NESTINGS[nesting]} if NESTINGS[nesting] else {})
 
 
 def views(x):
