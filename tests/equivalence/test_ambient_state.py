@@ -76,33 +76,6 @@ def test_modes_around_forward_and_backward(run, forward, backward):
 
 
 @behaviour
-def test_no_grad_around(run):
-    with torch.no_grad():
-        y = run.checkpoint(run.watched(lambda t: F.dropout(t.sin()).exp()), leaf(4), determinism_check="none")
-    return y
-
-
-@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad])
-@behaviour
-def test_grad_mode_changed_by_the_function(run, around):
-    """The region's result needs no grad mode of the caller's."""
-
-    def fn(t):
-        with torch.enable_grad():
-            y = t.sin()
-            torch.set_grad_enabled(False)
-            z = t.cos()
-            torch.set_grad_enabled(True)
-            return y.exp() * z
-
-    x = leaf(4)
-    with around():
-        y = run.checkpoint(run.watched(fn), x)
-    y.sum().backward()
-    return y, x.grad
-
-
-@behaviour
 def test_grad_mode_left_off_by_the_function(run):
     """It never switches back: the forward leaves grad off, the recompute does not."""
 
@@ -121,13 +94,6 @@ def test_grad_mode_left_off_by_the_function(run):
 
 
 # ---- inference mode ----
-
-
-@behaviour
-def test_inference_mode_around(run):
-    with torch.inference_mode():
-        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), torch.randn(4))
-        run.log(y.is_inference())
 
 
 @behaviour
@@ -150,9 +116,7 @@ def test_inference_tensors_as_a_keyword_and_inside(run):
         run.log(s.is_inference())
         return (t * float(s)).sin() + c
 
-    x = leaf(4)
-    run.checkpoint(run.watched(fn), x, c=c).sum().backward()
-    return x.grad
+    return run.gradients(run.watched(fn), leaf(4), c=c)
 
 
 # ---- torch.fx ----
@@ -307,6 +271,4 @@ def test_a_generator_of_the_users_own_goes_on(run):
 @behaviour
 def test_other_random_modules_are_not_kept(run):
     generator = np.random.default_rng(0)
-    x = leaf(4)
-    run.checkpoint(lambda t: run.log(float(generator.random())) or t.sin().exp(), x).sum().backward()
-    return x.grad
+    return run.gradients(lambda t: run.log(float(generator.random())) or t.sin().exp(), leaf(4))

@@ -46,15 +46,6 @@ def pair(run, **second):
 
 
 @behaviour
-def test_order_of_events(run):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x, context_fn=pair(run))
-    run.log("backward")
-    y.sum().backward()
-    return y, x.grad
-
-
-@behaviour
 def test_contexts_see_the_hooks_of_the_region(run):
     """The region's hooks are in place before its forward context is entered."""
     x = leaf(4)
@@ -77,13 +68,6 @@ def test_contexts_see_the_hooks_of_the_region(run):
 
 
 @tells_contexts
-@behaviour
-def test_forward_exception_reaches_the_context(run):
-    with run.error(KeyError):
-        run.checkpoint(raises_in(1, KeyError, "from the function"), leaf(4), context_fn=pair(run))
-
-
-@tells_contexts
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt, StopIteration, GeneratorExit])
 @behaviour
 def test_swallowing_forward_context(run, kind):
@@ -94,10 +78,7 @@ def test_swallowing_forward_context(run, kind):
 
 @behaviour
 def test_swallowing_recompute_context_hides_the_early_stop(run):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x, context_fn=pair(run, swallow=True))
-    y.sum().backward()
-    return x.grad
+    return run.gradients(run.watched(lambda t: t.sin().exp()), leaf(4), context_fn=pair(run, swallow=True))
 
 
 @behaviour
@@ -136,10 +117,7 @@ def test_context_fn_that_returns_no_pair_of_contexts(run, made):
 
 @behaviour
 def test_context_fn_may_return_any_iterable_of_two(run):
-    x = leaf(4)
-    y = run.checkpoint(torch.sin, x, context_fn=lambda: iter([Noted(run, "f"), Noted(run, "r")]))
-    y.sum().backward()
-    return x.grad
+    return run.gradients(torch.sin, leaf(4), context_fn=lambda: iter([Noted(run, "f"), Noted(run, "r")]))
 
 
 @behaviour
@@ -167,10 +145,8 @@ def test_operators_that_a_mode_sees(run, early_stop):
         y = F.layer_norm(F.gelu(t @ t), (4,))
         return y[1:].mul_(2).tanh() + 1
 
-    x = leaf(4, 4)
     modes = (Operators(run, "forward"), Operators(run, "recompute"))
-    run.checkpoint(fn, x, context_fn=lambda: modes, early_stop=early_stop).sum().backward()
-    return x.grad
+    return run.gradients(fn, leaf(4, 4), context_fn=lambda: modes, early_stop=early_stop)
 
 
 @saves_inputs_alone

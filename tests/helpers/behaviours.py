@@ -155,6 +155,11 @@ class Run:
         """The implementation with ``use_reentrant=False`` unless the program says otherwise."""
         return self._call(self.bare, function, *args, **{"use_reentrant": False, **options})
 
+    def gradients(self, function: Any, *args: Any, **options: Any) -> list[torch.Tensor | None]:
+        """Those of the arguments that are leaves, after a backward of the region's sum."""
+        self.checkpoint(function, *args, **options).sum().backward()
+        return [t.grad for t in args if isinstance(t, torch.Tensor) and t.is_leaf]
+
     def log(self, *event: Any) -> None:
         self.events.append(freeze(event))
 
