@@ -201,29 +201,16 @@ def test_every_family_with_and_without_compression(family):
     plain_loss, _ = step(model, inputs)
     loss, gradients, stats = checkpointed(model, inputs, None)
     assert stats["regions"] == 0
-    none_loss, none, stats = checkpointed(model, inputs, gradckpt.checkpoint)
-    assert torch.equal(none_loss, loss)
-    assert equal(none, gradients)
-    assert stats["regions"] == regions
+    for exact in (gradckpt.checkpoint, functools.partial(gradckpt.checkpoint, compress="lossless")):
+        same_loss, same, stats = checkpointed(model, inputs, exact)
+        assert torch.equal(same_loss, loss)
+        assert equal(same, gradients)
+        assert stats["regions"] == regions
     int8_loss, int8, stats = checkpointed(model, inputs, INT8)
     assert torch.equal(int8_loss, plain_loss)
     assert (stats["regions"], stats["compressed"]) == (regions, compressed)
     assert 0 < stats["bytes_out"] < 0.26 * stats["bytes_in"]
     assert 0 < relative_error(int8, gradients) < bound
-
-
-@EACH
-def test_diffusers_own_measure_of_equivalence(family):
-    """That of its test suite: loss within 1e-5,
-    each gradient within 5e-5 of the run without checkpointing."""
-    model, inputs = build(family)
-    plain_loss, plain = step(model, inputs)
-    for function in (gradckpt.checkpoint, functools.partial(gradckpt.checkpoint, compress="lossless")):
-        loss, gradients, _ = checkpointed(model, inputs, function)
-        assert abs(loss - plain_loss) < 1e-5
-        assert gradients.keys() == plain.keys()
-        for name in plain:
-            torch.testing.assert_close(gradients[name], plain[name], atol=5e-5, rtol=0)
 
 
 def test_in_eval_mode_too():

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from kept_regions import Block, Plain, X, chain, checkpointed, counter, nested, run, torch_remat
+from kept_regions import Block, Plain, X, chain, checkpointed, counter, nested, run, torch_remat, ways
 
 import gradckpt
 from gradckpt._engine import kept_calls
@@ -85,16 +85,7 @@ def test_nestings(nesting, backwards, monkeypatch):
     assert ran.backward == {name: n * backwards for name, n in NESTINGS[nesting].items()}
 
 
-WAYS = {
-    "checkpoint": checkpointed(BLOCK),
-    "lossless": checkpointed(BLOCK, compress={"codec": "lossless", "min_numel": 1}),
-    "compat": lambda x: gradckpt.compat.checkpoint(BLOCK, x, use_reentrant=False),
-    "sequential": lambda x: gradckpt.checkpoint_sequential([BLOCK, torch.nn.Identity()], 2, x),
-    "policy": checkpointed(BLOCK, policy="save_matmuls"),
-    "no early stop": checkpointed(BLOCK, early_stop=False),
-    "context_fn": checkpointed(BLOCK, context_fn=lambda: (torch.enable_grad(), torch.enable_grad())),
-    "debug": checkpointed(BLOCK, debug=True),
-}
+WAYS = ways(BLOCK)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -121,3 +121,17 @@ def nested(text, parts, **ways):
 
 def kept(function, name="call"):
     return gradckpt.policies.region(function, name, recompute=False)
+
+
+def ways(block):
+    """Forms of a region that honour what the block says of its calls."""
+    return {
+        "checkpoint": checkpointed(block),
+        "lossless": checkpointed(block, compress={"codec": "lossless", "min_numel": 1}),
+        "compat": lambda x: gradckpt.compat.checkpoint(block, x, use_reentrant=False),
+        "sequential": lambda x: gradckpt.checkpoint_sequential([block, nn.Identity()], 2, x),
+        "policy": checkpointed(block, policy="save_matmuls"),
+        "no early stop": checkpointed(block, early_stop=False),
+        "context_fn": checkpointed(block, context_fn=lambda: (torch.enable_grad(), torch.enable_grad())),
+        "debug": checkpointed(block, debug=True),
+    }

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ import gpu_kernels
 import gpu_llama
 import gpu_neighbours
 import gpu_parity
-import gpu_report
 import gpu_smoke
 import gpu_story
 import gpu_streams
@@ -234,10 +232,6 @@ def test_no_card(monkeypatch, tmp_path):
     assert left.value.code == "gpu: torch sees no CUDA device; --device cpu --small rehearses"
 
 
-def test_cells_cannot_break_a_table():
-    assert gpu_report.table(["a"], [["x | y\nz"]])[2] == "| x \\| y z |"
-
-
 # ---- what stages check
 
 
@@ -375,34 +369,7 @@ def test_kernels_are_judged_on_a_card(encode, words, tmp_path):
     assert (not job.failures) if words is None else (words in job.failures[0])
 
 
-def test_every_floor_is_one_of_a_codec():
-    assert set(gpu_kernels.MEASURED) <= set(gradckpt.codecs.names())
-    x = torch.zeros(1 << 14, dtype=torch.bfloat16)
-    other = gpu_kernels.Case("int8", x, "transposed")
-    assert gpu_kernels.judged_share(other, "encode") == (gpu_kernels.FLOOR, "not measured before")
-
-
 # ---- the device, and what the story does with its memory: limits, the longest sequence
-
-
-def test_a_device_says_what_it_has_not():
-    cpu = gpu_device.Device("cpu")
-    assert cpu.missing("graphs") == "the CPU has no graphs"
-    assert cpu.missing("a limit of its memory") == "the CPU has no limit of its memory"
-    card = Card("cpu")
-    card.kind, card.module = "other", SimpleNamespace(_sleep=1)
-    with pytest.raises(RuntimeError, match="has no CUDAGraph"):
-        card.missing("graphs")
-    assert card.missing("a delay on a stream") is None
-    with pytest.raises(SystemExit, match="--device nothing: "):
-        gpu_device.Device("nothing")
-
-
-def test_the_device_of_the_tests_is_named_where_it_is_absent(monkeypatch):
-    monkeypatch.setattr(gpu_device, "REGISTERS", "no_such_device")
-    monkeypatch.delattr(torch, "virtual", raising=False)
-    with pytest.raises(SystemExit, match=r"--device virtual needs tests/helpers/no_such_device.py"):
-        gpu_device.Device("virtual")
 
 
 def test_memory_of_a_run():

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from kept_regions import Block, Plain, X, chain, checkpointed, counter, kept, nested, run
+from kept_regions import Block, Plain, X, chain, checkpointed, counter, kept, nested, run, ways
 from torch import nn
 
 import gradckpt
@@ -28,20 +28,9 @@ def again(function, name="again"):
     return policies.region(function, name, recompute=True)
 
 
-def context():
-    return torch.enable_grad(), torch.enable_grad()
-
-
 WAYS = {
-    "checkpoint": checkpointed(BLOCK),
-    "lossless": checkpointed(BLOCK, compress={"codec": "lossless", "min_numel": 1}),
-    "compat": lambda x: gradckpt.compat.checkpoint(BLOCK, x, use_reentrant=False),
-    "sequential": lambda x: gradckpt.checkpoint_sequential([BLOCK, nn.Identity()], 2, x),
-    "policy": checkpointed(BLOCK, policy="save_matmuls"),
+    **ways(BLOCK),
     "policy function": checkpointed(BLOCK, policy=lambda ctx, op, *args, **kwargs: "mm" in str(op)),
-    "no early stop": checkpointed(BLOCK, early_stop=False),
-    "context_fn": checkpointed(BLOCK, context_fn=context),
-    "debug": checkpointed(BLOCK, debug=True),
 }
 
 
