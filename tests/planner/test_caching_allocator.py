@@ -3,13 +3,12 @@ against an oracle in Python (helpers/caching_oracle.py), and against a card wher
 
 import array
 import random
-import shutil
-import subprocess
 
 import pytest
 import torch
+from built import said_of_failing_memory
 from caching_oracle import KIB, MIB, needed, play
-from checkout import CSRC, HELPERS
+from checkout import CSRC
 
 from gradckpt import _C
 
@@ -194,19 +193,9 @@ def test_nothing_and_what_is_no_trace():
         _C.memory_use(array.array("i", [1, 2, 3]))
 
 
-SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="builds the planner with gcc")
 def test_memory_of_its_own_may_run_out(tmp_path):
     """Each allocation fails in turn; under sanitizers."""
-    source, built = CSRC / "planner" / "caching_allocator.c", tmp_path / "caching_allocator.o"
-    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-Dmalloc=malloc_or_fail", "-Dfree=free_counted"]
-    subprocess.run(["gcc", *SANITIZED, *flags, "-c", source, "-o", built], check=True)
-    program = tmp_path / "allocator_faults"
-    command = ["gcc", *SANITIZED, "-std=c11", f"-I{CSRC}", HELPERS / "allocator_faults.c", built, "-o", program]
-    subprocess.run(command, check=True)
-    said = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    said = said_of_failing_memory(tmp_path, "allocator_faults.c", [CSRC / "planner" / "caching_allocator.c"])
     assert said == "200 traces, every allocation failed once\n"
 
 

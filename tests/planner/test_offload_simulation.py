@@ -3,11 +3,10 @@ offload_oracle.py), and bounds that no order of events can break."""
 
 import array
 import random
-import shutil
-import subprocess
 
 import pytest
-from checkout import CSRC, HELPERS
+from built import said_of_failing_memory
+from checkout import CSRC
 from offload_oracle import simulate
 
 from gradckpt import _C
@@ -178,18 +177,7 @@ def test_nothing_and_what_is_no_step():
         _C.simulate_offload(array.array("i", [1] * 12), **LINK, ring=0, held=0, head=0)
 
 
-SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="builds the simulation with gcc")
 def test_memory_may_run_out(tmp_path):
     """Each allocation fails in turn; under sanitizers."""
-    program, simulation = tmp_path / "simulation_faults", tmp_path / "simulate.o"
-    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
-    failing = ["-Dmalloc=malloc_or_fail", "-Dfree=free_counted"]
-    source = CSRC / "offload" / "simulate.c"
-    subprocess.run(["gcc", *SANITIZED, *flags, *failing, "-c", source, "-o", simulation], check=True)
-    driver = HELPERS / "simulation_faults.c"
-    subprocess.run(["gcc", *SANITIZED, *flags, driver, simulation, "-o", program], check=True)
-    said = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    said = said_of_failing_memory(tmp_path, "simulation_faults.c", [CSRC / "offload" / "simulate.c"])
     assert said == "500 steps, every allocation failed once\n"
