@@ -168,7 +168,6 @@ def sanitized(tmp_path_factory):
 #: one worker runs all that use them.
 WORLDS = {
     "test_benchmarks_frontier",
-    "test_benchmarks_selective",
     "test_budget_sharded",
     "test_codec_hostile",
     "test_cuda_build",

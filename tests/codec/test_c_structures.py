@@ -10,18 +10,11 @@ import pytest
 from c_structures import MIRRORS
 from checkout import CSRC, ROOT
 
-every_mirror = pytest.mark.parametrize("name", MIRRORS)
-
-
-def declarations_of(text, name):
-    """(start, end) of what is between the braces."""
-    return re.search(rf"typedef struct {{([^{{}}]*)}} {name};", text).span(1)
-
 
 def fields_of(text, name):
     """The names of a structure's fields, as the header declares them."""
-    start, end = declarations_of(text, name)
-    text = re.sub(r"\(\*(\w+(?:\[\w+\])?)\)\([^)]*\)", r"\1", text[start:end], flags=re.DOTALL)  # pointers to functions
+    between = re.search(rf"typedef struct {{([^{{}}]*)}} {name};", text)[1]
+    text = re.sub(r"\(\*(\w+(?:\[\w+\])?)\)\([^)]*\)", r"\1", between, flags=re.DOTALL)  # pointers to functions
     declared = [part.strip() for line in text.split(";") for part in line.split(",")]
     return [re.search(r"(\w+)(\[\w+\])*$", part).group(1) for part in declared if part]
 
@@ -54,29 +47,9 @@ def differences(folder, name, text):
     return "" if mine == theirs else f"layout {mine}, not {theirs}"
 
 
-@every_mirror
+@pytest.mark.parametrize("name", MIRRORS)
 def test_a_mirror_is_what_the_header_declares(name, tmp_path):
     assert differences(tmp_path, name, header_of(name)) == ""
-
-
-@every_mirror
-def test_a_field_more_is_noticed_wherever_it_is(name, tmp_path):
-    """Where the compiler has a hole, too: a field there moves no other."""
-    text = header_of(name)
-    start, end = declarations_of(text, name)
-    parts = text[start:end].split(";")
-    for place in range(len(parts)):
-        changed = ";".join([*parts[:place], "\n    char added", *parts[place:]])
-        assert differences(tmp_path, name, text[:start] + changed + text[end:]).startswith("fields")
-
-
-@every_mirror
-def test_a_wider_field_is_noticed(name, tmp_path):
-    text = header_of(name)
-    start, end = declarations_of(text, name)
-    changed = re.sub(r"\(\*(\w+)\)(\([^)]*\));\s*$", r"(*\1[2])\2;", text[start:end])
-    changed = re.sub(r"(\w+)((?:\[\w+\])*);\s*$", r"\1[2]\2;", changed)
-    assert differences(tmp_path, name, text[:start] + changed + text[end:]).startswith("layout")
 
 
 def test_no_other_file_mirrors_a_structure():

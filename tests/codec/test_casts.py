@@ -4,19 +4,11 @@ import direct_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from cases import case
 from codec_inputs import bits_of
 from direct_kernels import (
-    E_OVERFLOW,
-    Layout,
-    aligned,
     assert_same,
     check,
     check_everywhere,
-    check_last_values_of_a_huge_tensor,
-    every_layout,
-    everywhere,
-    nbytes,
 )
 
 import gradckpt
@@ -127,63 +119,6 @@ def test_stated_error(codec):
     assert relative == {"bf16": 2**-8, "fp16": 2**-11}[codec]
     assert (error <= relative * x.abs() + (2**-25 if codec == "fp16" else 0)).all()
     assert (error / x.abs()).max() > relative * 0.99  # it is no looser than need be
-
-
-# ---- tensors ----
-
-
-@every_codec
-def test_tails_and_alignment(same, codec):
-    for n in (0, 1, 7, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4095, 4096, 4097):
-        bits = np.random.default_rng(n).standard_normal(n).astype(np.float32).view(np.uint32)
-        for offset in (0, 1, 3):
-            with case(n, offset):
-                same(bits, codec, offset=offset)
-
-
-@every_codec
-@every_layout
-def test_strides(same, codec, sizes, strides):
-    bits = np.random.default_rng(5).standard_normal(int(np.prod(sizes))).astype(np.float32).view(np.uint32)
-    same(bits, codec, offset=1, sizes=sizes, strides=strides)
-
-
-@every_codec
-def test_stores_of_large_tensors(host_kernels, codec):
-    bits = np.random.default_rng(6).standard_normal(8 * 4096).astype(np.float32).view(np.uint32).copy()
-    for value, status in ((bits[0], 0), (0x7FC00001, 0), (END[codec], E_OVERFLOW)):
-        bits[5000] = value
-        want, _ = oracle.encode(codec, bits, "float32")
-        for isa in host_kernels.isas:
-            payload, values, got = host_kernels.choose(isa).stream(codec, "float32", bits)
-            assert got == status
-            assert_same(payload, want, f"{isa} payload")
-            assert_same(values, oracle.decode(codec, want, bits.size, "float32"), f"{isa} decoded")
-
-
-@every_codec
-def test_index_arithmetic(host_kernels, codec):
-    check_last_values_of_a_huge_tensor(host_kernels, codec, "float32", 0xC0490FDB)
-
-
-@every_codec
-def test_any_payload_decodes(host_kernels, device_kernels, codec):
-    """All 65,536 patterns, NaNs that are not quiet among them."""
-    payload = aligned(nbytes(codec, "float32", 65536))
-    payload[:] = np.arange(65536, dtype=np.uint32).astype(np.uint16).view(np.uint8)
-    want = oracle.decode(codec, payload, 65536, "float32")
-    for name, kernels in everywhere(host_kernels, device_kernels):
-        layout = Layout(65536, "float32")
-        out = layout.memory()
-        kernels.decode(codec, payload, layout.tensor(out, kernels.device))
-        assert_same(layout.values(out), want, name)
-
-
-@every_codec
-def test_other_dtypes_are_refused(codec):
-    for dtype in (torch.bfloat16, torch.float16, torch.bool):
-        with pytest.raises(TypeError, match="takes plain strided float32 tensors"):
-            gradckpt.codecs.encode(torch.zeros(3, dtype=dtype), codec)
 
 
 # ---- checkpoints ----

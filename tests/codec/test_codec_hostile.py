@@ -1,16 +1,12 @@
 """Every codec survives huge values, tensors beyond 2^31, wrong bytes and wrong payloads."""
 
-import ctypes
-import mmap
-
 import codec_inputs
 import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
 from built import built_once
-from c_structures import Tensor
-from codec_inputs import DTYPES, bits_of, tensor
+from codec_inputs import DTYPES, Sparse, bits_of, tensor
 from codec_isas import ISAS, forced
 from codec_library import CodecLibrary
 from payload_arrays import whole
@@ -111,17 +107,6 @@ def test_huge_values_have_the_oracles_bytes(codec, dtype, avx512):
 FAR = 2**31 + 4097
 
 
-class Sparse:
-    """Address space without memory: pages that are never written are zero and cost nothing."""
-
-    def __init__(self, nbytes):
-        noreserve = 0x4000  # Linux; Python 3.11 has no name for it
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | noreserve
-        self.map = mmap.mmap(-1, nbytes, flags=flags)
-        self.bytes = np.frombuffer(self.map, np.uint8)
-        self.address = self.bytes.ctypes.data
-
-
 #: One of each kind; make soak has the rest. Blocks of `sparse_int8` begin where others end.
 OF_UNITS = [
     codec if codec in ("bf16", "int8", "lossless") else pytest.param(codec, marks=pytest.mark.soak)
@@ -212,8 +197,3 @@ def test_encoding_many_times(codec, dtype):
         assert error <= 1.05 * first
         now = again
     np.testing.assert_array_equal(bits_of(x), bits)
-
-
-def test_ctypes_mirror(host_kernels):
-    """The struct that tests pass is the C's own."""
-    assert ctypes.sizeof(Tensor) == host_kernels.library.shim_sizeof_tensor()

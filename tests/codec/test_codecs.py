@@ -10,6 +10,7 @@ import pytest
 import torch
 from codec_inputs import DTYPES, bits_of, noise_set, sqnr, tensor
 from codec_isas import ISAS, LAYOUT, forced
+from direct_kernels import assert_same
 from payload_arrays import whole
 
 import gradckpt
@@ -53,11 +54,6 @@ def groups_of(bits, dtype):
     with np.errstate(invalid="ignore"):  # signalling NaN
         values[: bits.size] = oracle.to_float(bits, dtype)
     return values.reshape(-1, 128)
-
-
-def assert_same(got, want, what):
-    wrong = np.flatnonzero(got != want)
-    assert wrong.size == 0, f"{what}: {wrong.size} of {want.size} differ, first at {wrong[:5]}"
 
 
 def assert_bound(bits, decoded, codec, dtype, max_error=None):

@@ -6,7 +6,6 @@ architecture runs them and with models of the instructions that newer ones have.
 
 import ctypes
 import itertools
-import mmap
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from c_structures import Dither
 from cases import case
-from codec_inputs import huge_groups, uneven_rows, unusual
+from codec_inputs import Sparse, huge_groups, uneven_rows, unusual
 from cuda_kernels import (
     CODECS,
     DTYPES,
@@ -311,14 +310,6 @@ def test_each_tensor_has_its_own_noise(kernels, reference, codec):
 
 
 # ---- index arithmetic ----
-
-
-class Sparse:
-    """Address space without memory behind it; pages appear when written."""
-
-    def __init__(self, nbytes):
-        self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
-        self.bytes = np.frombuffer(self.map, np.uint8)
 
 
 @pytest.mark.skipif(bool(SANITIZERS), reason="sanitizers cannot shadow a sparse mapping")

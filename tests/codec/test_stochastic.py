@@ -9,6 +9,7 @@ import pytest
 import torch
 from codec_inputs import DTYPES, bits_of, tensor
 from codec_isas import ISAS, forced
+from direct_kernels import assert_same
 from oracle_rotation import INT6_LEVELS
 from payload_arrays import whole
 
@@ -33,11 +34,6 @@ def test_oracle_is_philox():
     assert oracle.philox((ones,) * 4, (ones,) * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
     assert oracle.philox(*pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
-
-
-def assert_same(got, want, what):
-    wrong = np.flatnonzero(got != want)
-    assert wrong.size == 0, f"{what}: {wrong.size} of {want.size} differ, first at {wrong[:5]}"
 
 
 @every_codec

@@ -3,7 +3,6 @@ memory to the byte, and a link whose calls fail."""
 
 import contextlib
 import gc
-import threading
 import time
 
 import pytest
@@ -262,55 +261,6 @@ def test_a_forward_whose_backward_never_comes(offload):
         del loss
         assert figures(offload)["ring_used"] == 0
     assert equal(train(net, x, compress="int8", offload=offload), want)
-
-
-def test_shapes_change_from_step_to_step(offload):
-    net = net_of()
-    for rows in (64, ROWS, 1, 3 * ROWS, 128):
-        x = inputs(rows)
-        want = train(net, x, steps=1, compress="int8")
-        assert equal(train(net, x, steps=1, compress="int8", offload=offload), want)
-
-
-def test_two_devices(offload):
-    first, x = net_of(), inputs()
-    second, y = net_of().to("virtual:1"), x.detach().to("virtual:1").requires_grad_()
-    want = train(first, x, compress="int8"), train(second, y, compress="int8")
-    with (
-        gradckpt.enable(first, "int8", modules=Block, offload=offload),
-        gradckpt.enable(second, "int8", modules=Block, offload=offload),
-    ):
-        for step in range(2):
-            for net in (first, second):
-                net.zero_grad()
-            losses = [net(z).square().mean() for net, z in ((first, x), (second, y))]
-            for loss in losses:
-                loss.backward()
-            for net, expected in zip((first, second), want, strict=True):
-                assert equal([[p.grad.cpu() for p in net.parameters()]], [expected[step]])
-
-
-def test_another_stream_and_thread_read(offload):
-    net, x = net_of(), inputs()
-    want = train(net, x, steps=1, compress="int8")
-    here, other = torch.virtual.current_stream(), torch.Stream(device="virtual")
-    virtual_device.order_threads(True)  # they hand over by join()
-    with gradckpt.enable(net, "int8", modules=Block, offload=offload):
-        net.zero_grad()
-        loss = net(x).square().mean()
-
-        def run():
-            other.wait_stream(here)
-            with other:
-                loss.backward()
-            here.wait_stream(other)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    torch.virtual.synchronize()
-    assert equal([[p.grad.cpu() for p in net.parameters()]], want)
-    virtual_device.order_threads(False)
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(offload):

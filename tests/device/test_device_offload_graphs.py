@@ -91,6 +91,15 @@ class Work:
                 graph.replay()
         torch.virtual.synchronize()
 
+    def check(self, found, seeds=(1,)):
+        """The graphs give the gradients of each of these inputs, in ``found``; and they end."""
+        for seed in seeds:
+            self.other_input(seed)
+            self.launch()
+            assert same(found, self.expected())
+        assert virtual_device.kernel_errors() == 0
+        self.end()
+
     def end(self):
         for graph in self.graphs:
             graph.reset()
@@ -121,13 +130,8 @@ def test_a_whole_step(tmp_path, sizes, codec, warm):
         work.warm()
     with work.captured():
         found = work.gradients(work.forward(work.offload))
-    for seed in range(3):
-        work.other_input(seed)
-        work.launch()
-        assert same(found, work.expected())
+    work.check(found, range(3))
     assert offloaded()["copies_in"] > 0
-    assert virtual_device.kernel_errors() == 0
-    work.end()
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
@@ -141,13 +145,7 @@ def test_forward_and_backward_apart(tmp_path, place, sizes, saved, codec):
         loss = work.forward(work.offload)
     with work.captured():
         found = work.gradients(loss)
-    for seed in range(3):
-        work.other_input(seed)
-        work.launch()
-        assert same(found, work.expected())
-    assert virtual_device.kernel_errors() == 0
-    del loss
-    work.end()
+    work.check(found, range(3))
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -233,12 +231,7 @@ def test_forwards_without_a_backward_in_one_capture(tmp_path, ring):
         for _ in range(3):
             loss = work.forward(work.offload)
         found = work.gradients(loss)
-    work.other_input(1)
-    work.launch()
-    assert same(found, work.expected())
-    assert virtual_device.kernel_errors() == 0
-    del loss
-    work.end()
+    work.check(found)
 
 
 @pytest.mark.parametrize("first", ["graph", "payloads"])
@@ -298,11 +291,7 @@ def test_memory_that_a_step_still_uses_is_waited_for(tmp_path):
         found = work.gradients(work.forward(work.offload))
         graph.capture_end()
     work.graphs.append(graph)
-    work.other_input(1)
-    work.launch()
-    assert same(found, work.expected())
-    assert virtual_device.kernel_errors() == 0
-    work.end()
+    work.check(found)
 
 
 def test_a_place_lives_as_long_as_its_graphs(tmp_path):
@@ -314,10 +303,7 @@ def test_a_place_lives_as_long_as_its_graphs(tmp_path):
         with work.side:
             work.gradients(work.forward(place_of(tmp_path, host_budget=size)))
     gc.collect()
-    work.other_input(1)
-    work.launch()
-    assert same(found, work.expected())
-    work.end()
+    work.check(found)
 
 
 def test_a_captured_backward_of_a_forward_before_it_is_refused(tmp_path):
@@ -335,11 +321,8 @@ def test_what_host_memory_does_not_hold_stays_on_the_device(tmp_path):
     work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1), host_budget=f"{3 * PAYLOAD}B"))
     with pytest.warns(gradckpt.GradckptInactiveWarning, match="no room is left"), work.captured():
         found = work.gradients(work.forward(work.offload))
-    work.other_input(1)
-    work.launch()
-    assert same(found, work.expected())
     assert offloaded()["kept"] == LAYERS - 3
-    work.end()
+    work.check(found)
 
 
 @pytest.mark.filterwarnings("ignore:.*leaves payloads", "ignore:.*pins only", "ignore:.*nothing was compressed")
@@ -403,11 +386,7 @@ def test_memory_that_cannot_be_pinned_serves_no_graph(tmp_path):
             found = work.gradients(work.forward(work.offload))
     finally:
         virtual_device.link_refuses_to_pin(False)
-    work.other_input(1)
-    work.launch()
-    assert same(found, work.expected())
-    assert virtual_device.kernel_errors() == 0
-    work.end()
+    work.check(found)
 
 
 def test_a_child_that_was_forked_reads_nothing_of_its_parents(tmp_path):

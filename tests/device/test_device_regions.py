@@ -283,38 +283,6 @@ def test_forward_waits_for_twins():
 # ---- streams
 
 
-def test_saved_tensors_are_encoded_on_the_stream_on_which_they_were_saved():
-    """The block goes on with another stream before it knows what saves the tensors of the first."""
-    torch.manual_seed(0)
-    weight = torch.randn(256, 256).to("virtual").requires_grad_()
-    x = torch.randn(256, 256).to("virtual")
-
-    def run(codec):
-        weight.grad = None
-        side = torch.Stream(device="virtual")
-        hooks = gradckpt.compress_saved(codec) if codec else contextlib.nullcontext()
-        side.wait_stream(torch.virtual.current_stream())
-        with hooks:
-            with side:
-                h = x @ weight / 16
-                for _ in range(3):
-                    h = torch.nn.functional.gelu(h @ weight) / 16
-            other = x @ weight / 16
-            for _ in range(6):  # as many tensors as may wait
-                other = torch.nn.functional.gelu(other @ weight) / 16
-            torch.virtual.current_stream().wait_stream(side)
-            loss = h.square().mean() + other.square().mean()
-        loss.backward()
-        torch.virtual.synchronize()
-        return weight.grad.cpu()
-
-    want = run(None)
-    assert virtual_device.reports() == []
-    have = run("int8")
-    assert virtual_device.reports() == []
-    assert (have - want).norm() / want.norm() < 0.05
-
-
 def test_an_input_from_another_stream_outlives_its_encode():
     """It dies right after the region's forward, on the stream where its memory came from."""
     side = torch.Stream(device="virtual")
@@ -333,37 +301,6 @@ def test_an_input_from_another_stream_outlives_its_encode():
     want = 3.0 * 512
     assert torch.allclose(weight.grad.cpu(), torch.full((512, 512), want), rtol=0.01)
     assert len(junk) == 4
-
-
-def test_backward_on_another_thread_and_stream():
-    made = layers("virtual", dropout=0.0)
-
-    def run(compress):
-        for layer in made:
-            layer.zero_grad()
-        h = torch.ones(16, 128, device="virtual", requires_grad=True) * 1
-        for layer in made:
-            h = gradckpt.checkpoint(layer, h, compress=compress) if compress != "plain" else layer(h)
-        loss, forward = h.square().sum(), torch.virtual.current_stream()
-
-        def backward():
-            side = torch.Stream(device="virtual")
-            side.wait_stream(forward)
-            with side:
-                loss.backward()
-            forward.wait_stream(side)
-
-        thread = threading.Thread(target=backward)
-        thread.start()
-        thread.join()
-        torch.virtual.synchronize()
-        return torch.cat([p.grad.flatten() for layer in made for p in layer.parameters()]).cpu()
-
-    want = run("plain")
-    assert torch.equal(run(None), want)
-    assert (run("int8") - want).norm() / want.norm() < 0.05
-    virtual_device.order_threads(False)
-    virtual_device.reports()
 
 
 def test_a_payload_outlives_its_decode_on_another_stream():

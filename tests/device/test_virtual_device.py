@@ -1,285 +1,34 @@
-"""The virtual device computes as the CPU does."""
+"""The virtual device tells of what CUDA would leave to chance: reads without an order, memory that
+is used after it was freed, the host's use of device memory, and what a capture does not permit. The
+other tests of this folder rest on that; that it computes right is for them to show."""
 
 import copy
-import io
+import ctypes
+import functools
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+import virtual_device
+from c_structures import Bytes, DeviceKind, Tensor
+from checkout import HELPERS
+from codec_library import NUMBERS, CodecLibrary
 from torch.utils.checkpoint import checkpoint
 
 
-def long(values, like):
-    return torch.tensor(values, device=like.device)
+def side_stream():
+    return torch.Stream(device="virtual")
 
 
-def set_items(x):
-    y = x.clone()
-    y[0] = 5
-    y[:, 1].mul_(3)
-    y[y > 1] = 0
-    return y
+def pinned(*values):
+    return torch.tensor(values).pin_memory()
 
 
-def running(x, w, b):
-    return F.batch_norm(x, torch.zeros(4, device=x.device), torch.ones(4, device=x.device), w, b, training=True)
-
-
-def into_out(x):
-    with torch.no_grad():
-        out = torch.empty(0, device=x.device)
-        torch.mul(x, 2, out=out)
-    return x + out
-
-
-Q = (2, 2, 5, 8)
-#: name -> function, shapes of its arguments
-OPERATORS = {
-    "add": (lambda x, y: x + 2 * y, (3, 4), (4,)),
-    "mul": (lambda x, y: x * y, (3, 4), (3, 1)),
-    "div": (lambda x, y: x / (y.abs() + 1), (3, 4), (3, 4)),
-    "pow": (lambda x: x.abs().pow(1.5), (3, 4)),
-    "exp": (torch.exp, (3, 4)),
-    "log": (lambda x: x.abs().log1p(), (3, 4)),
-    "sqrt": (lambda x: (x.abs() + 1).sqrt(), (3, 4)),
-    "rsqrt": (lambda x: (x.abs() + 1).rsqrt(), (3, 4)),
-    "tanh": (torch.tanh, (3, 4)),
-    "sigmoid": (torch.sigmoid, (3, 4)),
-    "relu": (F.relu, (3, 4)),
-    "gelu": (F.gelu, (3, 4)),
-    "silu": (F.silu, (3, 4)),
-    "leaky_relu": (F.leaky_relu, (3, 4)),
-    "clamp": (lambda x: x.clamp(-0.5, 0.5), (3, 4)),
-    "where": (lambda x: torch.where(x > 0, x, 0.0), (3, 4)),
-    "masked_fill": (lambda x: x.masked_fill(x > 0, -1.0), (3, 4)),
-    "matmul": (torch.matmul, (3, 4), (4, 5)),
-    "bmm": (torch.bmm, (2, 3, 4), (2, 4, 5)),
-    "addmm": (torch.addmm, (5,), (3, 4), (4, 5)),
-    "linear": (F.linear, (2, 3, 4), (5, 4), (5,)),
-    "einsum": (lambda x, y: torch.einsum("bij,kj->bik", x, y), (2, 3, 4), (5, 4)),
-    "outer": (torch.outer, (3,), (4,)),
-    "sum": (lambda x: x.sum(0), (3, 4)),
-    "mean": (lambda x: x.mean(-1, keepdim=True), (3, 4)),
-    "var": (lambda x: x.var(0), (3, 4)),
-    "norm": (lambda x: x.norm(), (3, 4)),
-    "max": (lambda x: x.max(1)[0], (3, 4)),
-    "amax": (lambda x: x.amax(0), (3, 4)),
-    "cumsum": (lambda x: x.cumsum(1), (3, 4)),
-    "logsumexp": (lambda x: x.logsumexp(0), (3, 4)),
-    "softmax": (lambda x: x.softmax(-1), (3, 4)),
-    "log_softmax": (lambda x: x.log_softmax(-1), (3, 4)),
-    "sort": (lambda x: x.sort(descending=True)[0], (3, 4)),
-    "topk": (lambda x: x.topk(2)[0], (3, 4)),
-    "gather": (lambda x: x.gather(1, long([[0, 1], [2, 0], [3, 3]], x)), (3, 4)),
-    "scatter_add": (lambda x, y: x.scatter_add(0, long([[0, 1, 2, 0]], x), y), (3, 4), (1, 4)),
-    "index": (lambda x: x[long([0, 2, 2], x)], (3, 4)),
-    "index by the host's": (lambda x: x[torch.tensor([0, 2, 2])], (3, 4)),
-    "index by a mask": (lambda x: x[x > 0], (3, 4)),
-    "index_select": (lambda x: x.index_select(1, long([3, 0], x)), (3, 4)),
-    "set items": (set_items, (3, 4)),
-    "cat": (lambda x, y: torch.cat([x, y], 1), (3, 4), (3, 2)),
-    "stack": (lambda x, y: torch.stack([x, y]), (3, 4), (3, 4)),
-    "split": (lambda x: torch.stack(x.chunk(2)) * 2, (4, 4)),
-    "transpose": (lambda x: x.t().reshape(2, 6), (3, 4)),
-    "permute": (lambda x: x.permute(2, 0, 1).contiguous() * 2, (2, 3, 4)),
-    "expand": (lambda x: x[:, None].expand(3, 5, 4) * 2, (3, 4)),
-    "unfold": (lambda x: x.unfold(0, 2, 1) * 2, (6,)),
-    "flip": (lambda x: x.flip(0), (3, 4)),
-    "roll": (lambda x: x.roll(1, 0), (3, 4)),
-    "tril": (torch.tril, (4, 4)),
-    "diagonal": (lambda x: x.diagonal() * 2, (4, 4)),
-    "pad": (lambda x: F.pad(x, (1, 2)), (3, 4)),
-    "inverse": (lambda x: torch.linalg.inv(x + 4 * torch.eye(4, device=x.device)), (4, 4)),
-    "out": (into_out, (3, 4)),
-    "bfloat16": (lambda x: (x.bfloat16() @ x.bfloat16().t()).float(), (4, 4)),
-    "float64": (lambda x: (x.double() * 2).float(), (4, 4)),
-    "complex": (lambda x: torch.fft.fft(x).conj().real, (8,)),
-    "conjugate": (lambda x: torch.view_as_real(torch.fft.fft(x).conj().clone()), (8,)),
-    "a gradient of zeros": (lambda x: x.sgn() + x, (3, 4)),
-    "layer_norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (3, 8), (8,), (8,)),
-    "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w), (3, 8), (8,)),
-    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), (2, 4, 5, 5), (4,), (4,)),
-    "batch_norm": (running, (2, 4, 5, 5), (4,), (4,)),
-    "conv1d": (F.conv1d, (2, 3, 9), (4, 3, 3), (4,)),
-    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (2, 3, 8, 8), (4, 3, 3, 3), (4,)),
-    "conv2d in groups": (lambda x, w: F.conv2d(x, w, groups=2), (2, 4, 8, 8), (4, 2, 3, 3)),
-    "conv_transpose2d": (F.conv_transpose2d, (2, 3, 8, 8), (3, 4, 3, 3), (4,)),
-    "max_pool2d": (lambda x: F.max_pool2d(x, 2), (1, 2, 4, 4)),
-    "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), (1, 2, 4, 4)),
-    "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (1, 2, 4, 4)),
-    "attention": (F.scaled_dot_product_attention, Q, Q, Q),
-    "causal attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), Q, Q, Q),
-    "embedding": (lambda w: F.embedding(long([[1, 2], [3, 1]], w), w), (5, 8)),
-    "embedding_bag": (lambda w: F.embedding_bag(long([[0, 1], [2, 2]], w), w), (4, 8)),
-    "cross_entropy": (lambda x: F.cross_entropy(x, long([1, 0, 2], x)), (3, 5)),
-    "mse_loss": (F.mse_loss, (3, 4), (3, 4)),
-    "dropout": (lambda x: F.dropout(x, 0.5), (50, 50)),
-    "rrelu": (lambda x: F.rrelu(x, training=True), (5, 5)),
-}
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_as_the_cpu(name):
-    function, *shapes = OPERATORS[name]
-    torch.manual_seed(0)
-    here = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    there = [x.detach().to("virtual").requires_grad_() for x in here]
-    torch.manual_seed(1)
-    want = function(*here)
-    torch.manual_seed(1)
-    got = function(*there)
-    assert got.device == torch.device("virtual:0")
-    assert got.stride() == want.stride()
-    torch.testing.assert_close(got.cpu(), want)
-    want.pow(2).sum().backward()
-    got.pow(2).sum().backward()
-    for x, y in zip(here, there, strict=True):
-        assert y.grad.device == torch.device("virtual:0")
-        torch.testing.assert_close(y.grad.cpu(), x.grad)
-
-
-def test_views_share_memory():
-    x = torch.zeros(4, 6, device="virtual")
-    x.t()[1].fill_(1)
-    x.view(-1)[0] = 2
-    x[2:, 3:].add_(3)
-    x.unfold(1, 2, 2)[3, 0].mul_(2)
-    y = torch.zeros(4, 6)
-    y.t()[1].fill_(1)
-    y.view(-1)[0] = 2
-    y[2:, 3:].add_(3)
-    y.unfold(1, 2, 2)[3, 0].mul_(2)
-    assert torch.equal(x.cpu(), y)
-    assert x.t().untyped_storage().data_ptr() == x.untyped_storage().data_ptr() == x.data_ptr()
-
-
-def test_in_place_is_the_same_tensor():
-    x = torch.ones(3, device="virtual")
-    before = x._version
-    assert x.add_(1) is x
-    assert x._version == before + 1
-    assert torch.add(x, 1, out=x) is x
-    assert x.tolist() == [3, 3, 3]
-
-
-def test_out_is_resized():
-    out = torch.empty(0, device="virtual")
-    torch.arange(100, out=out)
-    assert torch.equal(out.cpu(), torch.arange(100.0))
-    out = torch.empty(5, device="virtual")[:0]
-    torch.add(torch.ones(3, 2, device="virtual"), 1, out=out)
-    assert out.tolist() == [[2, 2], [2, 2], [2, 2]]
-
-
-def test_storages_are_resized():
-    x = torch.arange(8.0, device="virtual")
-    storage = x.untyped_storage()
-    storage.resize_(16)
-    assert storage.nbytes() == 16
-    storage.resize_(32)
-    assert x[:4].tolist() == [0, 1, 2, 3]
-    assert x[4:].isnan().all()
-    storage.resize_(0)
-    assert x.data_ptr() == 0
-    y = torch.empty(0, device="virtual").set_(torch.ones(4, 2, device="virtual"))
-    assert y.sum().item() == 8
-    assert y.resize_(2, 2).shape == (2, 2)
-
-
-def test_new_memory_is_not_a_number():
-    assert torch.empty(1000, device="virtual").isnan().all()
-    x = torch.ones(1000, device="virtual")
-    at = x.data_ptr()
-    del x
-    y = torch.empty(1000, device="virtual")
-    assert y.data_ptr() == at
-    assert y.isnan().all()
-
-
-def test_devices_are_not_mixed():
-    x, y = torch.ones(3, 3, device="virtual"), torch.ones(3, 3, device="virtual:1")
-    for wrong in (
-        lambda: x + y,
-        lambda: x + torch.ones(3, 3),
-        lambda: torch.ones(3, 3) @ x,
-        lambda: torch.cat([x, y]),
-        lambda: torch.cat([x, torch.ones(3, 3)]),
-        lambda: torch.add(x, 1, out=torch.empty(3, 3)),
-    ):
-        with pytest.raises(RuntimeError, match="same device"):
-            wrong()
-    assert (x + torch.tensor(1.0)).sum().item() == 18
-    assert (torch.tensor(1.0) + x).device == x.device
-
-
-def test_two_devices():
-    x = torch.arange(4.0, device="virtual:1", requires_grad=True)
-    y = x.to("virtual:0") * 2
-    z = y.to("virtual:1") + x
-    assert (x.device.index, y.device.index, z.device.index) == (1, 0, 1)
-    z.sum().backward()
-    assert x.grad.tolist() == [3, 3, 3, 3]
-    assert torch.virtual.current_device() == 0
-    with torch.virtual.device(1):
-        assert torch.empty(1, device="virtual").device.index == 1
-        assert torch.accelerator.current_device_index() == 1
-    assert torch.empty(1, device="virtual").device.index == 0
-
-
-def test_random_numbers_are_the_seeds():
-    before = torch.get_rng_state()
-    torch.virtual.manual_seed(3)
-    state = torch.virtual.get_rng_state()
-    first = [torch.rand(5, device="virtual"), torch.randn(5, device="virtual"), torch.randperm(9, device="virtual")]
-    first += [F.dropout(first[0], 0.5), torch.rand_like(first[0]), first[0].softmax(0).multinomial(3)]
-    first += [F.rrelu(first[1], training=True), torch.native_dropout(first[1], 0.5, True)[0]]
-    torch.virtual.set_rng_state(state)
-    again = [torch.rand(5, device="virtual"), torch.randn(5, device="virtual"), torch.randperm(9, device="virtual")]
-    again += [F.dropout(again[0], 0.5), torch.rand_like(again[0]), again[0].softmax(0).multinomial(3)]
-    again += [F.rrelu(again[1], training=True), torch.native_dropout(again[1], 0.5, True)[0]]
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[0], torch.rand(5, device="virtual"))
-    assert torch.equal(before, torch.get_rng_state())
-    torch.virtual.set_rng_state(state)
-    other = torch.rand(5, device="virtual:1")
-    assert torch.equal(torch.virtual.get_rng_state(), state)
-    torch.rand(5)
-    assert torch.equal(torch.virtual.get_rng_state(), state)
-    generator = torch.Generator("virtual:1").manual_seed(3)
-    torch.virtual.default_generators[1].manual_seed(3)
-    assert torch.equal(torch.rand(5, device="virtual:1", generator=generator), torch.rand(5, device="virtual:1"))
-    assert other.device.index == 1
-
-
-def test_seeds_of_all():
-    torch.manual_seed(5)
-    first = torch.rand(3, device="virtual:1")
-    torch.manual_seed(5)
-    assert torch.equal(first, torch.rand(3, device="virtual:1"))
-    with torch.random.fork_rng(device_type="virtual"):
-        torch.rand(3, device="virtual:1")
-    torch.manual_seed(5)
-    assert torch.equal(first, torch.rand(3, device="virtual:1"))
-
-
-def test_backward_runs_in_the_threads_of_its_devices():
-    names = {}
-
-    class Note(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            names.setdefault(grad.device.index, threading.get_ident())
-            return grad * 1
-
-    x = torch.ones(3, device="virtual:0", requires_grad=True)
-    Note.apply(Note.apply(x).to("virtual:1")).sum().backward()
-    assert x.grad.tolist() == [1, 1, 1]
-    assert len({names[0], names[1], threading.get_ident()}) == 3
+# ---- values
 
 
 def test_a_model_trains_as_on_the_cpu():
@@ -305,10 +54,6 @@ def test_a_model_trains_as_on_the_cpu():
                 optimizer.zero_grad()
         for a, b in zip(here.parameters(), there.parameters(), strict=True):
             torch.testing.assert_close(b.cpu(), a)
-    file = io.BytesIO()
-    torch.save(there.state_dict(), file)
-    file.seek(0)
-    assert torch.load(file)["0.weight"].device == torch.device("virtual:0")
 
 
 def test_autocast():
@@ -316,41 +61,390 @@ def test_autocast():
     with torch.autocast("virtual", torch.bfloat16):
         assert (x @ x).dtype == torch.bfloat16
         assert F.linear(x, x).dtype == torch.bfloat16
-        assert F.conv1d(x[None], x[:, :, None]).dtype == torch.bfloat16
         assert F.scaled_dot_product_attention(x[None], x[None], x[None]).dtype == torch.bfloat16
         assert F.layer_norm(x.bfloat16(), (4,)).dtype == torch.float32
-        assert F.softmax(x @ x, -1).dtype == torch.float32
         assert torch.cat([x, x @ x]).dtype == torch.float32
-        assert (x + x).dtype == torch.float32
-        F.linear(x, x).sum().backward()
-    assert x.grad.dtype == torch.float32
     assert (x @ x).dtype == torch.float32
 
 
-def test_accelerator():
-    assert torch.accelerator.current_accelerator() == torch.device("virtual")
-    assert torch.accelerator.device_count() == torch.virtual.device_count() == 2
-    assert torch.get_device_module("virtual") is torch.virtual
-    torch.virtual.empty_cache()
-    torch.virtual.reset_peak_memory_stats()
-    before, reserved = torch.virtual.memory_allocated(), torch.virtual.memory_reserved()
-    x = torch.empty(1 << 20, device="virtual")
-    assert torch.virtual.memory_allocated() == before + x.nbytes
-    assert torch.virtual.memory_reserved() >= reserved + x.nbytes
-    peak = torch.virtual.max_memory_allocated()
+def test_random_numbers_are_the_seeds_and_not_the_hosts():
+    before = torch.get_rng_state()
+    torch.virtual.manual_seed(3)
+    state = torch.virtual.get_rng_state()
+
+    def draw():
+        x = torch.randn(5, device="virtual")
+        return [x, torch.randperm(9, device="virtual"), F.dropout(x, 0.5), x.softmax(0).multinomial(3)]
+
+    first = draw()
+    torch.virtual.set_rng_state(state)
+    assert all(torch.equal(a, b) for a, b in zip(first, draw(), strict=True))
+    assert not torch.equal(first[0], torch.randn(5, device="virtual"))
+    assert torch.equal(before, torch.get_rng_state())
+    torch.virtual.set_rng_state(state)
+    torch.rand(5, device="virtual:1")
+    torch.rand(5)
+    assert torch.equal(torch.virtual.get_rng_state(), state)
+
+
+# ---- memory
+
+
+def test_new_memory_is_not_a_number():
+    x = torch.ones(1000, device="virtual")
+    at = x.data_ptr()
     del x
-    assert torch.virtual.memory_allocated() == before
-    assert torch.virtual.max_memory_allocated() == peak == before + (4 << 20)
-    torch.virtual.empty_cache()
-    assert torch.virtual.memory_reserved() == reserved
+    y = torch.empty(1000, device="virtual")
+    assert y.data_ptr() == at
+    assert y.isnan().all()
 
 
-def test_out_of_memory():
-    with pytest.raises(torch.OutOfMemoryError, match="virtual out of memory"):
-        torch.empty(1 << 40, device="virtual")
+def test_devices_are_not_mixed():
+    x, y = torch.ones(3, 3, device="virtual"), torch.ones(3, 3, device="virtual:1")
+    for wrong in (
+        lambda: x + y,
+        lambda: x + torch.ones(3, 3),
+        lambda: torch.cat([x, y]),
+        lambda: torch.add(x, 1, out=torch.empty(3, 3)),
+    ):
+        with pytest.raises(RuntimeError, match="same device"):
+            wrong()
 
 
-def test_pinned_memory():
-    assert torch.ones(4).pin_memory().is_pinned()
-    assert torch.empty(4, pin_memory=True).is_pinned()
-    assert not torch.ones(4).is_pinned()
+READS = """
+import ctypes, sys
+sys.path.insert(0, {helpers!r})
+import torch, virtual_device
+virtual_device.load()
+x = torch.ones(1000, device="virtual")
+{line}
+print("survived")
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "survives"),
+    [
+        ("ctypes.c_float.from_address(x.data_ptr()).value", False),
+        ("ctypes.memset(x.data_ptr() + 100, 0, 8)", False),
+        ("x.cpu()", True),
+    ],
+)
+def test_the_host_may_not_use_device_memory(line, survives):
+    code = READS.format(helpers=str(HELPERS), line=line)
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if survives:
+        assert (made.returncode, made.stdout) == (0, "survived\n")
+        return
+    assert made.returncode == -signal.SIGSEGV
+    assert made.stdout == ""
+    assert "virtual device: the host used device memory: address 0x" in made.stderr
+    assert "of device 0, in an allocated block" in made.stderr
+    assert 'File "<string>", line 7' in made.stderr
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_block_that_another_stream_still_reads(record):
+    """A copy still reads a block that is freed and used again, unless record_stream told of it."""
+    side = side_stream()
+    host = torch.zeros(1000).pin_memory()
+    x = torch.ones(1000, device="virtual")
+    at = x.data_ptr()
+    side.wait_stream(torch.virtual.current_stream())
+    with side:
+        host.copy_(x, non_blocking=True)
+    if record:
+        x.record_stream(side)
+    del x
+    y = torch.full((1000,), 5.0, device="virtual")
+    moved = y.data_ptr() != at
+    torch.virtual.synchronize()
+    reports = [(r["first"]["name"], r["second"]["name"]) for r in virtual_device.reports()]
+    assert moved is record
+    assert host.eq(1 if record else 5).all()
+    assert (("copy to host", "allocate") in reports) is not record
+    assert not (record and reports)
+
+
+# ---- the order of streams
+
+
+def copied_on_the_side(ordered):
+    """A copy from the host that another stream makes, and what this stream reads."""
+    side = side_stream()
+    x = torch.zeros(3, device="virtual")
+    torch.virtual.synchronize()
+    side.wait_stream(torch.virtual.current_stream())
+    with side:
+        x.copy_(pinned(1.0, 2.0, 3.0), non_blocking=True)
+        event = side.record_event()
+    if ordered:
+        torch.virtual.current_stream().wait_event(event)
+    values = (x + 0).tolist()
+    torch.virtual.synchronize()
+    return values
+
+
+def test_with_an_event():
+    assert copied_on_the_side(ordered=True) == [1, 2, 3]
+    assert virtual_device.reports() == []
+
+
+def test_without_an_event():
+    virtual_device.places(True)
+    try:
+        assert copied_on_the_side(ordered=False) == [0, 0, 0]
+    finally:
+        virtual_device.places(False)
+    (report,) = virtual_device.reports()
+    first, second = report["first"], report["second"]
+    assert (report["kind"], report["nbytes"], first["name"]) == ("race", 12, "copy to device")
+    assert (first["writes"], second["writes"]) == (True, False)
+    assert second["stream"] == 0 != first["stream"]
+    assert all(one["place"].startswith("test_virtual_device.py:") for one in (first, second))
+    assert first["place"] != second["place"]
+
+
+def test_at_random_without_an_event():
+    seen = set()
+    for seed in range(20):
+        virtual_device.random(seed)
+        seen.add(copied_on_the_side(ordered=False)[0])
+        torch.virtual.synchronize()
+    virtual_device.late()
+    assert seen == {0, 1}
+    assert len(virtual_device.reports()) >= 1
+
+
+def test_a_read_before_a_write():
+    """The other stream overwrites what this one's copy has yet to read."""
+    side = side_stream()
+    x, host = torch.ones(3, device="virtual"), torch.empty(3).pin_memory()
+    torch.virtual.synchronize()
+    with side:
+        host.copy_(x, non_blocking=True)
+    x.fill_(7)
+    torch.virtual.synchronize()
+    assert host.tolist() == [7, 7, 7]
+    (report,) = virtual_device.reports()
+    assert (report["first"]["writes"], report["second"]["writes"]) == (False, True)
+
+
+def test_parts_without_overlap():
+    side = side_stream()
+    x = torch.zeros(4, 6, device="virtual")
+    torch.virtual.synchronize()
+    with side:
+        x[:2].fill_(1)
+        x[2:, ::2].fill_(1)
+    x[2:, 1::2].fill_(2)
+    assert virtual_device.reports() == []
+    x[1:3].fill_(3)
+    assert {r["kind"] for r in virtual_device.reports()} == {"race"}
+    torch.virtual.synchronize()
+
+
+@pytest.mark.parametrize("how", ["event", "stream", "device", "query"])
+def test_the_host_waits(how):
+    side = side_stream()
+    x = torch.zeros(3, device="virtual")
+    torch.virtual.synchronize()
+    with side:
+        x.copy_(pinned(1.0, 2.0, 3.0), non_blocking=True)
+        event = side.record_event()
+    assert virtual_device.pending(side) == 1
+    if how == "event":
+        event.synchronize()
+    elif how == "stream":
+        side.synchronize()
+    elif how == "device":
+        torch.virtual.synchronize()
+    else:
+        assert not event.query()
+        while not event.query():
+            pass
+    assert virtual_device.pending(side) == 0
+    assert (x + 0).tolist() == [1, 2, 3]
+    assert virtual_device.reports() == []
+
+
+def test_what_one_thread_waited_for_another_does_not_know():
+    side = side_stream()
+    x = torch.zeros(3, device="virtual")
+    torch.virtual.synchronize()
+    with side:
+        x.add_(1)
+    thread = threading.Thread(target=side.synchronize)
+    thread.start()
+    thread.join()
+    x.add_(1)
+    assert len(virtual_device.reports()) == 1
+
+
+def test_copies_from_pageable_memory_take_a_copy_first():
+    x, here = torch.zeros(3, device="virtual"), torch.tensor([1.0, 2.0, 3.0])
+    x.copy_(here, non_blocking=True)
+    here.fill_(9)
+    assert x.tolist() == [1, 2, 3]
+    here = here.pin_memory()
+    x.copy_(here, non_blocking=True)
+    here.fill_(4)
+    assert x.tolist() == [4, 4, 4]  # read when the copy ran: too late
+
+
+# ---- gradckpt's kernels, which are queued as torch's are
+
+
+@functools.cache
+def codecs():
+    library = CodecLibrary(virtual_device.build_host_codecs().parent)
+    library.library.gck_codec_find.restype = ctypes.c_void_p
+    return library
+
+
+class Kernels:
+    """gck_device_kind of the device, and a codec's call through it: encode(x, payload), decode."""
+
+    def __init__(self):
+        virtual_device.load_kernels()
+        self.kind = DeviceKind.from_address(virtual_device.device_kind())
+        self.raw = codecs().library.gck_codec_find(b"raw")
+
+    def arguments(self, x, payload):
+        stream = ctypes.c_void_p()
+        assert self.kind.stream(x.device.index, ctypes.byref(stream)) == 0
+        sizes = (ctypes.c_int64 * 1)(x.numel())
+        view = Tensor(x.data_ptr(), x.numel(), 1, sizes, None, None, NUMBERS["float32"], x.device.index, stream.value)
+        return view, Bytes(payload.data_ptr(), None)
+
+    def encode(self, x, payload):
+        view, place = self.arguments(x, payload)
+        return self.kind.encode(self.raw, ctypes.addressof(view), ctypes.addressof(place), None, 1)
+
+    def decode(self, payload, out):
+        view, place = self.arguments(out, payload)
+        return self.kind.decode(self.raw, ctypes.addressof(place), ctypes.addressof(view), 1)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return Kernels()
+
+
+def payload_of(numbers):
+    return torch.empty(4 * numbers, dtype=torch.uint8, device="virtual")
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_kernel_on_another_stream(kernels, ordered):
+    """Without an event the decode has not run, and is reported; with one neither."""
+    side = side_stream()
+    x = torch.randn(1000, device="virtual")
+    payload, out = payload_of(1000), torch.zeros_like(x)
+    assert kernels.encode(x, payload) == 0
+    side.wait_stream(torch.virtual.current_stream())
+    with side:
+        assert kernels.decode(payload, out) == 0
+    if ordered:
+        torch.virtual.current_stream().wait_stream(side)
+    assert torch.equal(out, x) is ordered
+    reports = virtual_device.reports()
+    assert [(r["first"]["name"], r["second"]["writes"]) for r in reports] == [("decode raw", False)] * (not ordered)
+    torch.virtual.synchronize()
+
+
+def test_an_input_that_is_written_too_early(kernels):
+    """The encode is queued on another stream, and its input changes before it ran."""
+    side = side_stream()
+    x, payload = torch.ones(1000, device="virtual"), payload_of(1000)
+    side.wait_stream(torch.virtual.current_stream())
+    with side:
+        assert kernels.encode(x, payload) == 0
+    x.fill_(2)
+    torch.virtual.synchronize()
+    assert payload.view(torch.float32).eq(2).all()
+    assert [(r["first"]["name"], r["second"]["name"]) for r in virtual_device.reports()] == [
+        ("encode raw", "aten::fill_.Scalar")
+    ]
+
+
+def test_a_payload_that_is_too_short(kernels):
+    assert kernels.encode(torch.ones(1000, device="virtual"), payload_of(500)) == 0
+    torch.virtual.synchronize()
+    assert "bytes beyond the block" in {r["kind"] for r in virtual_device.reports()}
+
+
+def test_what_is_not_device_memory_is_refused(kernels):
+    view, place = kernels.arguments(torch.ones(1000, device="virtual"), payload_of(1000))
+    here = torch.ones(1000)
+    view.data = here.data_ptr()
+    assert kernels.kind.encode(kernels.raw, ctypes.addressof(view), ctypes.addressof(place), None, 1) == 700
+
+
+# ---- captures
+
+
+def capture(function):
+    graph = virtual_device.Graph()
+    torch.virtual.synchronize()
+    with virtual_device.graph(graph):
+        out = function()
+    return graph, out
+
+
+def test_a_replay_computes_again_in_memory_of_its_own():
+    x = torch.ones(1000, device="virtual")
+    graph, out = capture(lambda: (x * 2).add_(1) * 3)
+    others = [torch.zeros(1000, device="virtual") for _ in range(20)]
+    torch.virtual.synchronize()
+    x.fill_(5)
+    graph.replay()
+    assert out.eq(33).all()
+    assert not any(other.any() for other in others)
+    x.fill_(1)
+    graph.replay()
+    assert out.eq(9).all()
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda x, event: x.sum().item(),
+        lambda x, event: x.cpu(),
+        lambda x, event: x.nonzero(),
+        lambda x, event: torch.virtual.synchronize(),
+        lambda x, event: torch.accelerator.current_stream().synchronize(),
+        lambda x, event: event.query(),
+        lambda x, event: event.synchronize(),
+        lambda x, event: x.copy_(torch.ones(3)),
+    ],
+    ids=["item", "cpu", "nonzero", "device", "stream", "query", "event", "pageable"],
+)
+def test_refused_in_a_capture(refused):
+    x = torch.ones(3, device="virtual")
+    event = torch.accelerator.current_stream().record_event()
+    torch.virtual.synchronize()
+    with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
+        capture(lambda: refused(x, event))
+    refused(x, event)
+
+
+def test_an_order_that_a_capture_lacks():
+    first, second = side_stream(), side_stream()
+    x = torch.ones(3, device="virtual")
+
+    def both(joined):
+        now = torch.accelerator.current_stream()
+        for side in (first, second):
+            side.wait_stream(now)
+            with side:
+                x.add_(1)
+        for side in (first, second)[:joined]:
+            now.wait_stream(side)
+
+    capture(lambda: both(2))
+    assert {r["kind"] for r in virtual_device.reports()} == {"race"}
+    with pytest.raises(RuntimeError, match="unjoined work"):
+        capture(lambda: both(1))
+    torch.virtual.synchronize()
+    virtual_device.reports()

@@ -3,6 +3,7 @@ and what it leaves."""
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,33 +76,6 @@ def test_modes_around_forward_and_backward(run, forward, backward):
 
 
 @behaviour
-def test_no_grad_around(run):
-    with torch.no_grad():
-        y = run.checkpoint(run.watched(lambda t: F.dropout(t.sin()).exp()), leaf(4), determinism_check="none")
-    return y
-
-
-@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad])
-@behaviour
-def test_grad_mode_changed_by_the_function(run, around):
-    """The region's result needs no grad mode of the caller's."""
-
-    def fn(t):
-        with torch.enable_grad():
-            y = t.sin()
-            torch.set_grad_enabled(False)
-            z = t.cos()
-            torch.set_grad_enabled(True)
-            return y.exp() * z
-
-    x = leaf(4)
-    with around():
-        y = run.checkpoint(run.watched(fn), x)
-    y.sum().backward()
-    return y, x.grad
-
-
-@behaviour
 def test_grad_mode_left_off_by_the_function(run):
     """It never switches back: the forward leaves grad off, the recompute does not."""
 
@@ -120,13 +94,6 @@ def test_grad_mode_left_off_by_the_function(run):
 
 
 # ---- inference mode ----
-
-
-@behaviour
-def test_inference_mode_around(run):
-    with torch.inference_mode():
-        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), torch.randn(4))
-        run.log(y.is_inference())
 
 
 @behaviour
@@ -149,9 +116,7 @@ def test_inference_tensors_as_a_keyword_and_inside(run):
         run.log(s.is_inference())
         return (t * float(s)).sin() + c
 
-    x = leaf(4)
-    run.checkpoint(run.watched(fn), x, c=c).sum().backward()
-    return x.grad
+    return run.gradients(run.watched(fn), leaf(4), c=c)
 
 
 # ---- torch.fx ----
@@ -254,3 +219,56 @@ def test_anomaly_mode_finds_a_nan(run):
 
     with torch.autograd.detect_anomaly(), run.error(RuntimeError, "returned nan values in its 0th output"):
         run.checkpoint(run.watched(fn), leaf(4)).sum().backward()
+
+
+# ---- random numbers: what the forward drew is drawn again, and the generator left as it was ----
+
+
+@behaviour
+def test_seed_set_inside(run):
+    def fn(t):
+        torch.manual_seed(5)
+        return F.dropout(t.sin()).exp()
+
+    x = leaf(16)
+    y = run.checkpoint(run.watched(fn), x)
+    run.log(torch.rand(2))
+    y.sum().backward()
+    return x.grad, torch.rand(2)
+
+
+@behaviour
+def test_fork_rng_inside(run):
+    """The states before and after are equal, yet numbers were drawn."""
+
+    def fn(t):
+        with torch.random.fork_rng(devices=[]):
+            mask = torch.rand(16)
+        return (t * mask).sin().exp()
+
+    x = leaf(16)
+    y = run.checkpoint(run.watched(fn), x)
+    torch.rand(3)
+    y.sum().backward()
+    return x.grad, torch.rand(2)
+
+
+@behaviour
+def test_a_generator_of_the_users_own_goes_on(run):
+    """Only default generators are kept: a private one gives other numbers in the recompute."""
+    generator = torch.Generator().manual_seed(3)
+
+    def fn(t):
+        mask = torch.rand(4, generator=generator)
+        run.log(mask)
+        return t.sin().exp() * mask
+
+    x = leaf(4)
+    run.checkpoint(fn, x).sum().backward()
+    return x.grad, torch.rand(2, generator=generator)
+
+
+@behaviour
+def test_other_random_modules_are_not_kept(run):
+    generator = np.random.default_rng(0)
+    return run.gradients(lambda t: run.log(float(generator.random())) or t.sin().exp(), leaf(4))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
-from behaviours import behaviour, leaf
+from behaviours import behaviour, leaf, raises_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchs_own import saves_inputs_alone, tells_contexts
 
@@ -46,15 +46,6 @@ def pair(run, **second):
 
 
 @behaviour
-def test_order_of_events(run):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x, context_fn=pair(run))
-    run.log("backward")
-    y.sum().backward()
-    return y, x.grad
-
-
-@behaviour
 def test_contexts_see_the_hooks_of_the_region(run):
     """The region's hooks are in place before its forward context is entered."""
     x = leaf(4)
@@ -77,47 +68,22 @@ def test_contexts_see_the_hooks_of_the_region(run):
 
 
 @tells_contexts
-@behaviour
-def test_forward_exception_reaches_the_context(run):
-    def fn(t):
-        t.sin()
-        raise KeyError("from the function")
-
-    with run.error(KeyError):
-        run.checkpoint(fn, leaf(4), context_fn=pair(run))
-
-
-@tells_contexts
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt, StopIteration, GeneratorExit])
 @behaviour
 def test_swallowing_forward_context(run, kind):
-    def fn(t):
-        raise kind("swallowed")
-
+    swallows = Noted(run, "f", swallow=True), contextlib.nullcontext()
     with run.error(RuntimeError, "suppressed an exception"):
-        run.checkpoint(fn, leaf(4), context_fn=lambda: (Noted(run, "f", swallow=True), contextlib.nullcontext()))
+        run.checkpoint(raises_in(1, kind, "swallowed"), leaf(4), context_fn=lambda: swallows)
 
 
 @behaviour
 def test_swallowing_recompute_context_hides_the_early_stop(run):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x, context_fn=pair(run, swallow=True))
-    y.sum().backward()
-    return x.grad
+    return run.gradients(run.watched(lambda t: t.sin().exp()), leaf(4), context_fn=pair(run, swallow=True))
 
 
 @behaviour
 def test_swallowing_recompute_context_leaves_tensors_missing(run):
-    calls = []
-
-    def fn(t):
-        calls.append(1)
-        t = t.sin()
-        if len(calls) > 1:
-            raise KeyError
-        return t.exp()
-
-    y = run.checkpoint(fn, leaf(4), context_fn=pair(run, swallow=True))
+    y = run.checkpoint(raises_in(2, KeyError), leaf(4), context_fn=pair(run, swallow=True))
     with run.error(torch_checkpoint.CheckpointError, "different number of tensors"):
         y.sum().backward()
 
@@ -137,11 +103,9 @@ def test_context_that_fails(run, which, fail):
 @tells_contexts
 @behaviour
 def test_context_that_raises_another_exception_over_the_first(run):
-    def fn(t):
-        raise KeyError("first")
-
+    fails = Noted(run, "f", fail="exit"), contextlib.nullcontext()
     with run.error(ArithmeticError):
-        run.checkpoint(fn, leaf(4), context_fn=lambda: (Noted(run, "f", fail="exit"), contextlib.nullcontext()))
+        run.checkpoint(raises_in(1, KeyError, "first"), leaf(4), context_fn=lambda: fails)
 
 
 @pytest.mark.parametrize("made", [3, None, (1,), (1, 2, 3), (1, 2)])
@@ -153,10 +117,7 @@ def test_context_fn_that_returns_no_pair_of_contexts(run, made):
 
 @behaviour
 def test_context_fn_may_return_any_iterable_of_two(run):
-    x = leaf(4)
-    y = run.checkpoint(torch.sin, x, context_fn=lambda: iter([Noted(run, "f"), Noted(run, "r")]))
-    y.sum().backward()
-    return x.grad
+    return run.gradients(torch.sin, leaf(4), context_fn=lambda: iter([Noted(run, "f"), Noted(run, "r")]))
 
 
 @behaviour
@@ -184,10 +145,8 @@ def test_operators_that_a_mode_sees(run, early_stop):
         y = F.layer_norm(F.gelu(t @ t), (4,))
         return y[1:].mul_(2).tanh() + 1
 
-    x = leaf(4, 4)
     modes = (Operators(run, "forward"), Operators(run, "recompute"))
-    run.checkpoint(fn, x, context_fn=lambda: modes, early_stop=early_stop).sum().backward()
-    return x.grad
+    return run.gradients(fn, leaf(4, 4), context_fn=lambda: modes, early_stop=early_stop)
 
 
 @saves_inputs_alone

@@ -2,13 +2,11 @@
 torch in a process of its own is made to believe in some."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from checkout import HELPERS
+from processes import printed_by
 
-PROGRAM = HELPERS / "pretend_devices.py"
 ALIKE = [
     "one",
     "same twice",
@@ -26,9 +24,7 @@ ALIKE = [
 
 @pytest.fixture(scope="module")
 def reports():
-    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(printed_by(HELPERS / "pretend_devices.py"))
 
 
 def once(report):

@@ -1,9 +1,11 @@
 """Bad calls, exceptions of the function, recomputes that differ: classes and texts."""
 
+import itertools
+
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from behaviours import behaviour, leaf
+from behaviours import behaviour, leaf, raises_in
 from torch.utils.checkpoint import CheckpointError
 from torchs_own import tells_contexts
 
@@ -66,22 +68,24 @@ def test_wrong_arguments_are_the_functions_own_error(run):
 # ---- exceptions of the function ----
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError])
-@pytest.mark.parametrize("when", ["forward", "recompute"])
+#: A StopIteration of the forward becomes another error.
+THROWN = [
+    *itertools.product(
+        ["forward", "recompute"],
+        [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, CheckpointError],
+    ),
+    ("forward", torch_checkpoint._StopRecomputationError),
+    ("recompute", StopIteration),
+]
+
+
+@pytest.mark.parametrize(("when", "kind"), THROWN)
 @behaviour
 def test_exception_arrives_as_it_is(run, when, kind):
-    calls, thrown = [], kind("from the function")
-
-    def fn(t):
-        calls.append(1)
-        t = t.sin()
-        if len(calls) == (1 if when == "forward" else 2):
-            raise thrown
-        return t.exp()
-
+    thrown = kind("from the function")
     with run.error(kind):
         try:
-            y = run.checkpoint(run.watched(fn), leaf(4))
+            y = run.checkpoint(run.watched(raises_in(1 if when == "forward" else 2, lambda: thrown)), leaf(4))
             y.sum().backward()
         except BaseException as e:
             run.log(e is thrown, e.__context__, e.args)
@@ -103,63 +107,10 @@ def test_stop_iteration_becomes_another_error(run, grad):
 
 
 @behaviour
-def test_stop_iteration_in_the_recompute(run):
-    calls = []
-
-    def fn(t):
-        calls.append(1)
-        if len(calls) == 2:
-            raise StopIteration("mine")
-        return t.sin().exp()
-
-    y = run.checkpoint(run.watched(fn), leaf(4))
-    with run.error(StopIteration, "mine"):
-        y.sum().backward()
-
-
-@behaviour
-def test_stop_exception_thrown_by_the_function_itself(run):
-    def fn(t):
-        t = t.sin()
-        raise torch_checkpoint._StopRecomputationError
-
-    with run.error(torch_checkpoint._StopRecomputationError):
-        run.checkpoint(run.watched(fn), leaf(4))
-
-
-@behaviour
 def test_stop_exception_thrown_too_early_in_the_recompute(run):
-    calls = []
-
-    def fn(t):
-        calls.append(1)
-        t = t.sin()
-        if len(calls) == 2:
-            raise torch_checkpoint._StopRecomputationError
-        return t.exp()
-
-    y = run.checkpoint(run.watched(fn), leaf(4))
+    y = run.checkpoint(run.watched(raises_in(2, torch_checkpoint._StopRecomputationError)), leaf(4))
     with run.error(CheckpointError, "different number of tensors"):
         y.sum().backward()
-
-
-@behaviour
-def test_failed_recompute_can_be_tried_again(run):
-    calls = []
-
-    def fn(t):
-        calls.append(1)
-        t = t.sin()
-        if len(calls) == 2:
-            raise LookupError
-        return t.exp()
-
-    x = leaf(4)
-    y = run.checkpoint(run.watched(fn), x)
-    with run.error(LookupError):
-        y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    return x.grad
 
 
 @behaviour
@@ -187,24 +138,7 @@ def test_warnings_of_the_function_come_once_per_pass(run):
         warnings.warn("careful", FutureWarning, stacklevel=2)
         return t.sin().exp()
 
-    x = leaf(4)
-    run.checkpoint(fn, x).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_checkpoint_error_thrown_by_the_function(run):
-    calls = []
-
-    def fn(t):
-        calls.append(1)
-        if len(calls) == 2:
-            raise CheckpointError("mine")
-        return t.sin().exp()
-
-    y = run.checkpoint(fn, leaf(4))
-    with run.error(CheckpointError, "^mine$"):
-        y.sum().backward()
+    return run.gradients(fn, leaf(4))
 
 
 # ---- recomputes that differ ----
@@ -294,7 +228,4 @@ class Tagged(torch.Tensor):
 def test_only_shape_dtype_and_device_are_compared(run, first, form):
     """One of the two passes saves the same numbers in another form."""
     forms = iter([OTHER_FORMS[form], lambda t: t] if first else [lambda t: t, OTHER_FORMS[form]])
-    x = leaf(4, 4)
-    y = run.checkpoint(run.watched(lambda t: Saver.apply(t, next(forms)(t))), x)
-    y.sum().backward()
-    return x.grad
+    return run.gradients(run.watched(lambda t: Saver.apply(t, next(forms)(t))), leaf(4, 4))

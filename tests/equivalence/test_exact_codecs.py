@@ -3,10 +3,8 @@ and operators run as with ``compress=None``, to the last bit."""
 
 import functools
 import itertools
-import os
 import random
 import re
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -15,14 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from cases import case
-from checkout import HELPERS
 from exact_codec_differences import DIFFERENCES
 from exact_codecs import CODECS, CONFIGS, WAYS, by_default
+from processes import printed_by
 from random_program_runs import Run, noticed
 from random_programs import LENGTH, features, program_of
 from test_changed_inputs import CHANGES
-
-import gradckpt
 
 HERE = Path(__file__).parent
 CHANGED = ("one of the variables needed", "Trying to use a saved", "Inference tensors cannot be saved")
@@ -33,15 +29,6 @@ NOT_COMPARED = {
     "a region that does otherwise the second time": lambda seen: any(f.startswith("Diverge") for f in seen),
     "reentrant: compression is refused": lambda seen: bool({"option use_reentrant=True"} & seen),
 }
-
-
-def run_python(*arguments):
-    paths = [str(Path(gradckpt.__file__).parent.parent), str(HELPERS), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    done = subprocess.run([sys.executable, *arguments], env=env, cwd=HERE, capture_output=True, text=True)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-9000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 # ---- random programs ----
@@ -143,14 +130,14 @@ def test_random_programs(name):
 def test_three_thousand_random_programs(name):
     """In a process of its own: some of the programs leave uncollected cycles,
     with torch's checkpoint too."""
-    run_python(HERE / "test_exact_codecs.py", name, "10000", "3000")
+    printed_by(__file__, name, "10000", "3000")
 
 
 # ---- every operator ----
 
 
 def operators(way, dtype, part, *options):
-    printed = run_python(HERE / "test_opinfo.py", "--way", way, "--dtype", dtype, "--part", part, *options)
+    printed = printed_by(HERE / "test_opinfo.py", "--way", way, "--dtype", dtype, "--part", part, *options)
     assert int(re.search(r"(\d+) samples", printed)[1]) > 50
 
 
@@ -176,7 +163,7 @@ LEFT_OUT = ("test_exact_codecs.py", "test_opinfo.py", "test_random_programs.py",
 def folder(name, *files):
     options = ["-q", "-p", "no:cacheprovider", "-m", "not soak", "--codec", name]
     options += [f"--ignore={HERE / file}" for file in LEFT_OUT]
-    assert " xfailed" in run_python("-m", "pytest", *options, *files)
+    assert " xfailed" in printed_by("-m", "pytest", *options, *(HERE / file for file in files))
 
 
 def test_some_tests_of_this_folder():

@@ -32,28 +32,6 @@ def test_materialized_and_batched_grads(run):
     return torch.autograd.grad(y.sum(), [x, leaf(2)], materialize_grads=True)
 
 
-@behaviour
-def test_jacobian_and_hessian(run):
-    w = torch.randn(4, 4)
-
-    def f(t):
-        return run.checkpoint(run.watched(lambda u: (u @ w).sin().exp()), t).sum()
-
-    x = torch.randn(2, 4)
-    return torch.autograd.functional.jacobian(f, x), torch.autograd.functional.hessian(f, x[0])
-
-
-@behaviour
-def test_gradcheck(run):
-    w = torch.randn(3, 3, dtype=torch.float64)
-    x = leaf(2, 3, dtype=torch.float64)
-
-    def f(t):
-        return run.checkpoint(lambda u: (u @ w).sin().exp() * u, t)
-
-    return torch.autograd.gradcheck(f, x), torch.autograd.gradgradcheck(f, x)
-
-
 # ---- double backward ----
 
 
@@ -114,14 +92,6 @@ def test_node_hooks(run):
 
 
 @behaviour
-def test_multi_grad_hook(run):
-    x, w = leaf(4, 4), leaf(4, 4)
-    torch.autograd.graph.register_multi_grad_hook((x, w), lambda gs: run.log(gs))
-    run.checkpoint(run.watched(block), x, w).sum().backward()
-    return x.grad
-
-
-@behaviour
 def test_argument_asked_to_require_grad_inside(run):
     def fn(t):
         return t.requires_grad_().sin().exp()
@@ -132,30 +102,6 @@ def test_argument_asked_to_require_grad_inside(run):
 
 
 # ---- custom Functions ----
-
-
-@behaviour
-def test_custom_function_twice_differentiable(run):
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(t):
-            return t**3, t**2
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs, output[1])
-            ctx.mark_non_differentiable(output[1])
-
-        @staticmethod
-        def backward(ctx, g, _):
-            t, _square = ctx.saved_tensors
-            return 3 * g * t * t
-
-    x = leaf(4, dtype=torch.float64)
-    y = run.checkpoint(run.watched(lambda t: Cube.apply(t.sin())[0].exp()), x)
-    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    (h,) = torch.autograd.grad(g.sum(), x, create_graph=True)
-    return g, h, torch.autograd.grad(h.sum(), x)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -203,6 +149,4 @@ def test_function_whose_backward_is_a_checkpoint(run):
                 y = run.checkpoint(run.watched(lambda v: v.sin().exp(), "inner"), u).sum()
             return g * torch.autograd.grad(y, u)[0]
 
-    x = leaf(4)
-    run.checkpoint(run.watched(lambda t: Odd.apply(t.tanh()), "outer"), x).sum().backward()
-    return x.grad
+    return run.gradients(run.watched(lambda t: Odd.apply(t.tanh()), "outer"), leaf(4))

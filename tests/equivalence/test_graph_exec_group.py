@@ -1,6 +1,5 @@
 """GraphExecGroup: one recompute for several backwards, and what it refuses."""
 
-import pytest
 import torch
 from behaviours import behaviour, leaf
 from torch.utils.checkpoint import CheckpointError, GraphExecGroup
@@ -8,17 +7,6 @@ from torch.utils.checkpoint import CheckpointError, GraphExecGroup
 
 def two_results(run, x, **options):
     return run.checkpoint(run.watched(lambda t: (t.sin().exp(), t.cos().tanh())), x, **options)
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@behaviour
-def test_one_recompute_for_two_backwards(run, early_stop):
-    x = leaf(4)
-    a, b = two_results(run, x, early_stop=early_stop)
-    with GraphExecGroup():
-        a.sum().backward()
-        b.sum().backward()
-    return x.grad
 
 
 @behaviour
@@ -78,22 +66,6 @@ def test_split_into_input_and_weight_gradients(run):
 
 
 @behaviour
-def test_nested_regions_in_one_group(run):
-    def outer(t):
-        a, b = run.checkpoint(run.watched(lambda u: (u.sin().exp(), u.cos().tanh()), "inner"), t.tanh())
-        return a.exp(), b.sin()
-
-    x = leaf(4)
-    a, b = run.checkpoint(run.watched(outer, "outer"), x)
-    with GraphExecGroup():
-        (ga,) = torch.autograd.grad(a.sum(), x, retain_graph=True)
-        run.log(ga)
-        with run.error(CheckpointError):
-            b.sum().backward()
-    return x.grad
-
-
-@behaviour
 def test_saved_tensors_read_outside_a_backward_belong_to_the_group(run):
     y = run.checkpoint(run.watched(lambda t: t.sin().exp().cos()), leaf(4))
     with GraphExecGroup():
@@ -122,22 +94,6 @@ def test_group_is_left_after_an_exception(run):
     with run.error(ZeroDivisionError), GraphExecGroup():
         run.checkpoint(lambda t: 1 / 0, leaf(4))
     run.log(GraphExecGroup._get_current_group() is None)
-
-
-@behaviour
-def test_failed_recompute_in_a_group(run):
-    calls = []
-
-    def fn(t):
-        calls.append(1)
-        t = t.sin()
-        if len(calls) == 2:
-            raise LookupError
-        return t.exp()
-
-    y = run.checkpoint(run.watched(fn), leaf(4))
-    with GraphExecGroup(), run.error(LookupError):
-        y.sum().backward(retain_graph=True)
 
 
 @behaviour

@@ -2,29 +2,19 @@
 through every entry point and codec (helpers/layout_sweep.py): bit-equal to plain autograd, or as
 near as with contiguous arguments."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from checkout import HELPERS
-
-import gradckpt
+from processes import printed_by
 
 SOAK_PARTS = 8
 
 
 def sweep(*options):
     """In a process of its own, for OpInfo."""
-    paths = [str(Path(gradckpt.__file__).parent.parent), str(HELPERS), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    command = [sys.executable, str(HELPERS / "layout_sweep.py"), *options]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)", done.stdout.splitlines()[0])}
+    printed = printed_by(HELPERS / "layout_sweep.py", *options)
+    counts = {name: int(n) for n, name in re.findall(r"(\d+) ([a-z ]+)", printed.splitlines()[0])}
     assert counts["compressed"] > 0.7 * counts["cases"]
     assert counts.get("refused", 0) < 0.05 * counts["cases"]
 

@@ -10,10 +10,12 @@ from random_program_endings import BETWEEN, ENDINGS
 from random_program_runs import Run, difference, implementation, torchs
 from random_programs import CONTEXT, DIVERGENCE, EXCEPTION, INNER_GRAD, SCOPE, features, programs
 from torchs_own import saves_inputs_alone
+from view_programs import wrong
 
 CHUNK = 300  # programs of one test
 CHUNKS = 10  # 3,000 programs in an ordinary run
 SOAK_CHUNKS = 67  # 20,100 with -m soak
+VIEWS = 150  # programs of views of one test
 
 
 def drawn(chunk, count, body):
@@ -50,6 +52,13 @@ SOAK = [pytest.param(chunk, marks=pytest.mark.soak) for chunk in range(CHUNKS, C
 @pytest.mark.parametrize("chunk", [*range(CHUNKS), *SOAK])
 def test_random_programs_behave_as_with_torch(chunk):
     drawn(chunk, CHUNK, check)
+
+
+@pytest.mark.parametrize("share", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 60))])
+def test_programs_of_views(share):
+    """Nothing differs between the two runs, so nothing raises."""
+    found = [text for seed in range(share * VIEWS, (share + 1) * VIEWS) for text in wrong(seed)]
+    assert found == []
 
 
 # ---- the generator itself ----

@@ -4,7 +4,6 @@ from collections import namedtuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from behaviours import behaviour, leaf
 from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
@@ -13,30 +12,10 @@ def reentrant(run, function, *args, **options):
     return run.checkpoint(function, *args, use_reentrant=True, **options)
 
 
-@behaviour
-def test_values_and_gradients(run):
-    x, w = leaf(4, 4), leaf(4, 4)
-    y = reentrant(run, run.watched(lambda t, w: F.layer_norm(F.gelu(t @ w), (4,))), x, w)
-    run.log(y, type(y.grad_fn).__name__, y.grad_fn.name())
-    y.sum().backward()
-    return x.grad, w.grad
-
-
 @pytest.mark.parametrize("value", [True, 1, "yes"])
 @behaviour
 def test_use_reentrant_is_asked_for_its_truth(run, value):
-    x = leaf(4)
-    run.checkpoint(run.watched(lambda t: t.sin().exp()), x, use_reentrant=value).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_none_warns_and_is_true(run):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x, use_reentrant=None)
-    run.log(type(y.grad_fn).__name__)
-    y.sum().backward()
-    return x.grad
+    return run.gradients(run.watched(lambda t: t.sin().exp()), leaf(4), use_reentrant=value)
 
 
 @behaviour(ours=("compat",))
@@ -186,17 +165,6 @@ def test_grad_and_inputs_are_refused(run):
         y.sum().backward(inputs=[x], retain_graph=True)
     y.sum().backward()
     return x.grad, w.grad
-
-
-@behaviour
-def test_validity_is_reset_after_the_error(run):
-    x = leaf(4)
-    y = reentrant(run, run.watched(lambda t: t.sin()), x * 2)
-    with run.error(RuntimeError):
-        torch.autograd.grad(y.sum(), x, retain_graph=True)
-    y.sum().backward()
-    reentrant(run, run.watched(lambda t: t.exp()), x).sum().backward()
-    return x.grad
 
 
 @behaviour

@@ -34,37 +34,6 @@ def test_hooks_around_the_forward_see_the_inputs(run):
     return x.grad, w.grad
 
 
-@saves_inputs_alone
-@behaviour
-def test_hooks_do_not_see_keywords_and_containers(run):
-    x, w = leaf(4), leaf(4)
-    with Noting(run, "outer"):
-        y = run.checkpoint(run.watched(lambda ts, *, w: ts[0].sin() * w), [x * 1], w=w * 1)
-    y.sum().backward()
-    return x.grad, w.grad
-
-
-@saves_inputs_alone
-@behaviour
-def test_hooks_and_double_backward(run):
-    x = leaf(4)
-    with Noting(run, "outer"):
-        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x * 1)
-        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    run.log("second")
-    return torch.autograd.grad(g.sum(), x)
-
-
-@saves_inputs_alone
-@behaviour
-def test_two_hooks_around(run):
-    x = leaf(4)
-    with Noting(run, "first"), Noting(run, "second"):
-        y = run.checkpoint(lambda t: t.sin().exp(), x * 1)
-    y.sum().backward()
-    return x.grad
-
-
 @behaviour
 def test_outer_hooks_that_change_the_input(run):
     x = leaf(4)
@@ -143,20 +112,4 @@ def test_mutation_allowed_on_saved_tensors(run):
         y = run.checkpoint(run.watched(lambda t: t.sin().exp()), h)
         h.add_(1)
         y.sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_hooks_left_pushed_by_the_function(run):
-    """A function that pushes hooks and does not pop them: the next region still works."""
-
-    def fn(t):
-        with Noting(run, "pushed"):
-            run.log(torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
-            return t.sin()
-
-    x = leaf(4)
-    a = run.checkpoint(fn, x)
-    run.log(torch._C._autograd._top_saved_tensors_default_hooks(False) is None)
-    (a + run.checkpoint(torch.exp, x)).sum().backward()
     return x.grad

@@ -14,20 +14,17 @@ process, as those of test_opinfo.py.
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkout import HELPERS
 from opinfo import cases, operators
+from processes import printed_by
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gradckpt
@@ -264,13 +261,8 @@ def main() -> int:
 
 
 def check(part: str, *options: str) -> None:
-    paths = [str(Path(gradckpt.__file__).parent.parent), str(HELPERS), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    command = [sys.executable, __file__, "--part", part, *options]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    counts = {name: int(n) for n, name in re.findall(r"(\d+) (\w+)", done.stdout.splitlines()[0])}
+    printed = printed_by(__file__, "--part", part, *options)
+    counts = {name: int(n) for n, name in re.findall(r"(\d+) (\w+)", printed.splitlines()[0])}
     assert counts["operators"] > 100
     assert counts["cases"] > counts["encoded"] > 100
 

@@ -14,7 +14,7 @@ from checkout import HELPERS, ROOT, SCRIPTS
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.fsdp import _activation_checkpointing_kwargs, _setup_activation_checkpointing
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_modules import LAYERS, Block, LateStack, Llama, Stack, data
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 
@@ -366,10 +366,6 @@ class TestLogs:
         assert f"gradckpt: <gradckpt handle: {LAYERS} modules of Stack" in caplog.text
 
 
-class FsdpOnCpu(FSDPStrategy):
-    """The Trainer refuses FSDPStrategy itself without a GPU."""
-
-
 class Marked(SingleDeviceStrategy):
     """Wraps as FSDPStrategy does, with its function."""
 
@@ -495,14 +491,6 @@ def test_fsdp_strategy_skips_its_flag_for_wrapped_modules():
     with pytest.warns(UserWarning, match=words):
         _setup_activation_checkpointing(module, _activation_checkpointing_kwargs(None, {Block}))
     assert sum(isinstance(each, CheckpointWrapper) for each in module.modules()) == LAYERS
-
-
-def test_fsdp_strategy_wants_a_gpu():
-    """So that FsdpOnCpu above and in lightning_ranks.py are needed."""
-    with pytest.raises(ValueError, match="requires a GPU accelerator"):
-        trainer(strategy=FSDPStrategy())
-    assert isinstance(trainer(strategy=FsdpOnCpu()).strategy, FSDPStrategy)
-    assert isinstance(trainer(strategy=ModelParallelStrategy()).strategy, ModelParallelStrategy)
 
 
 def test_fabric():

@@ -101,7 +101,7 @@ MASKED = [
 SEQ2SEQ = ["bart", "pegasus_x"]
 
 MODELS = [*((key, "causal") for key in CAUSAL), *((key, "masked") for key in MASKED)]
-MODELS += [*((key, "seq2seq") for key in SEQ2SEQ), *((family.__name__, "diffusers") for family in FAMILIES)]
+MODELS += [*((key, "seq2seq") for key in SEQ2SEQ), *((family, "diffusers") for family in FAMILIES)]
 EACH = pytest.mark.parametrize(("key", "kind"), MODELS, ids=[f"{key}-{kind}" for key, kind in MODELS])
 
 _CLASSES = {
@@ -114,7 +114,7 @@ _CLASSES = {
 def build(key, kind):
     """A model, and the function of its loss."""
     if kind == "diffusers":
-        model, inputs = diffuser(next(family for family in FAMILIES if family.__name__ == key))
+        model, inputs = diffuser(key)
         return model, lambda: model(**inputs).sample.float().square().mean()
     config = getattr(transformers, CONFIG_MAPPING_NAMES[key])
     known = inspect.signature(config.__init__).parameters
@@ -128,8 +128,8 @@ def build(key, kind):
 MODULES = {
     "ctrl": ("EncoderLayer",),
     "albert": ("AlbertLayer",),
-    "flux": ("FluxTransformerBlock", "FluxSingleTransformerBlock"),
-    "vae": ("ResnetBlock2D",),
+    "Flux": ("FluxTransformerBlock", "FluxSingleTransformerBlock"),
+    "AutoencoderKL": ("ResnetBlock2D",),
 }
 
 #: They ask for values, so no budget can be planned.

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from kept_regions import Block, Plain, X, counter, run, torch_remat
+from kept_regions import Block, Plain, X, chain, checkpointed, counter, nested, run, torch_remat, ways
 
 import gradckpt
 from gradckpt._engine import kept_calls
@@ -36,10 +36,6 @@ def _placeholders(monkeypatch):
     kept_calls.warn_runs_again.cache_clear()
 
 
-def checkpointed(function, **options):
-    return lambda x: gradckpt.checkpoint(function, x, **options)
-
-
 def theirs(function):
     return remat.checkpoint(region_name="region")(function)
 
@@ -52,95 +48,44 @@ def again(function):
     return remat.region(function, "call", recompute=True)
 
 
-def chain(*functions):
-    def call(x):
-        for function in functions:
-            x = function(x)
-        return x
-
-    return call
-
-
-#: nesting -> (it, the same without regions, calls in the forward, calls in the backward)
+PARTS = {"block": BLOCK, "plain": PLAIN, "sin": torch.sin, "cos": torch.cos}
+BLOCK_AND_PLAIN = {"block": 1, "again": 1, "plain": 2}
+#: nesting -> calls in the backward
 NESTINGS = {
-    "ours(kept, again)": (checkpointed(BLOCK), BLOCK, {}, {"block": 1, "again": 1}),
-    "ours(kept(plain))": (checkpointed(kept(PLAIN)), PLAIN, {}, {}),
-    "ours(again(plain))": (checkpointed(again(PLAIN)), PLAIN, {}, {"plain": 1}),
-    "ours(kept(plain), again, tail)": (
-        checkpointed(chain(kept(PLAIN), again(torch.sin), lambda x: x.cos())),
-        chain(PLAIN, torch.sin, lambda x: x.cos()),
-        {},
-        {},
-    ),
-    "ours(block, ours(plain))": (
-        checkpointed(chain(BLOCK, checkpointed(PLAIN))),
-        chain(BLOCK, PLAIN),
-        {},
-        {"block": 1, "again": 1, "plain": 2},
-    ),
-    "ours(ours(plain), block)": (
-        checkpointed(chain(checkpointed(PLAIN), BLOCK)),
-        chain(PLAIN, BLOCK),
-        {},
-        {"block": 1, "again": 1, "plain": 2},
-    ),
-    "ours(kept(ours(plain)))": (checkpointed(kept(checkpointed(PLAIN))), PLAIN, {}, {"plain": 1}),
-    "ours(again(ours(plain)))": (checkpointed(again(checkpointed(PLAIN))), PLAIN, {}, {"plain": 1}),
-    "ours(again(ours(kept)))": (checkpointed(again(checkpointed(kept(PLAIN)))), PLAIN, {}, {}),
-    "theirs(ours(plain))": (theirs(checkpointed(PLAIN)), PLAIN, {}, {"plain": 2}),
-    "theirs(kept(ours(plain)))": (theirs(kept(checkpointed(PLAIN))), PLAIN, {}, {"plain": 1}),
-    "theirs(again(ours(plain)))": (theirs(again(checkpointed(PLAIN))), PLAIN, {}, {"plain": 2}),
-    "theirs(block, ours(plain))": (
-        theirs(chain(BLOCK, checkpointed(PLAIN))),
-        chain(BLOCK, PLAIN),
-        {},
-        {"block": 1, "again": 1, "plain": 2},
-    ),
-    "theirs(ours(plain), block)": (
-        theirs(chain(checkpointed(PLAIN), BLOCK)),
-        chain(PLAIN, BLOCK),
-        {},
-        {"block": 1, "again": 1, "plain": 2},
-    ),
-    "theirs(kept(ours(kept)))": (theirs(kept(checkpointed(kept(PLAIN)))), PLAIN, {}, {}),
-    "ours(theirs(plain), block)": (
-        checkpointed(chain(theirs(PLAIN), BLOCK)),
-        chain(PLAIN, BLOCK),
-        {},
-        {"block": 1, "again": 1, "plain": 2},
-    ),
-    "ours(block, theirs(plain))": (
-        checkpointed(chain(BLOCK, theirs(PLAIN))),
-        chain(BLOCK, PLAIN),
-        {},
-        {"block": 1, "again": 1, "plain": 2},
-    ),
-    "ours(kept(theirs(plain)))": (checkpointed(kept(theirs(PLAIN))), PLAIN, {}, {"plain": 1}),
+    "ours(block)": {"block": 1, "again": 1},
+    "ours(kept(plain))": {},
+    "ours(again(plain))": {"plain": 1},
+    "ours(kept(plain), again(sin), cos)": {},
+    "ours(block, ours(plain))": BLOCK_AND_PLAIN,
+    "ours(ours(plain), block)": BLOCK_AND_PLAIN,
+    "ours(kept(ours(plain)))": {"plain": 1},
+    "ours(again(ours(plain)))": {"plain": 1},
+    "ours(again(ours(kept(plain))))": {},
+    "theirs(ours(plain))": {"plain": 2},
+    "theirs(kept(ours(plain)))": {"plain": 1},
+    "theirs(again(ours(plain)))": {"plain": 2},
+    "theirs(block, ours(plain))": BLOCK_AND_PLAIN,
+    "theirs(ours(plain), block)": BLOCK_AND_PLAIN,
+    "theirs(kept(ours(kept(plain))))": {},
+    "ours(theirs(plain), block)": BLOCK_AND_PLAIN,
+    "ours(block, theirs(plain))": BLOCK_AND_PLAIN,
+    "ours(kept(theirs(plain)))": {"plain": 1},
 }
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("nesting", NESTINGS)
 def test_nestings(nesting, backwards, monkeypatch):
-    nested, plain, _, backward = NESTINGS[nesting]
     if "theirs" in nesting:  # torch_remat restores no random state
         monkeypatch.setattr(BLOCK, "p", 0.0)
-    ran, expected = (run(f, MODULES, CALLS, backwards) for f in (nested, plain))
+    both = nested(nesting, PARTS, ours=checkpointed, theirs=theirs, kept=kept, again=again)
+    ran, expected = (run(f, MODULES, CALLS, backwards) for f in both)
     assert ran.equals(expected)
     assert ran.forward == expected.forward
-    assert ran.backward == {name: n * backwards for name, n in backward.items()}
+    assert ran.backward == {name: n * backwards for name, n in NESTINGS[nesting].items()}
 
 
-WAYS = {
-    "checkpoint": checkpointed(BLOCK),
-    "lossless": checkpointed(BLOCK, compress={"codec": "lossless", "min_numel": 1}),
-    "compat": lambda x: gradckpt.compat.checkpoint(BLOCK, x, use_reentrant=False),
-    "sequential": lambda x: gradckpt.checkpoint_sequential([BLOCK, torch.nn.Identity()], 2, x),
-    "policy": checkpointed(BLOCK, policy="save_matmuls"),
-    "no early stop": checkpointed(BLOCK, early_stop=False),
-    "context_fn": checkpointed(BLOCK, context_fn=lambda: (torch.enable_grad(), torch.enable_grad())),
-    "debug": checkpointed(BLOCK, debug=True),
-}
+WAYS = ways(BLOCK)
 
 
 @pytest.mark.parametrize("way", WAYS)

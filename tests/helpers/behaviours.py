@@ -155,6 +155,11 @@ class Run:
         """The implementation with ``use_reentrant=False`` unless the program says otherwise."""
         return self._call(self.bare, function, *args, **{"use_reentrant": False, **options})
 
+    def gradients(self, function: Any, *args: Any, **options: Any) -> list[torch.Tensor | None]:
+        """Those of the arguments that are leaves, after a backward of the region's sum."""
+        self.checkpoint(function, *args, **options).sum().backward()
+        return [t.grad for t in args if isinstance(t, torch.Tensor) and t.is_leaf]
+
     def log(self, *event: Any) -> None:
         self.events.append(freeze(event))
 
@@ -180,6 +185,20 @@ class Run:
         with pytest.raises(kind, match=match) as caught:
             yield
         self.log("error", caught.value)
+
+
+def raises_in(call: int, kind: Callable[..., BaseException], *words: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """sin, then exp; in this call of it an error between the two."""
+    calls: list[int] = []
+
+    def fn(t: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        t = t.sin()
+        if len(calls) == call:
+            raise kind(*words)
+        return t.exp()
+
+    return fn
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

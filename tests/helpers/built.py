@@ -1,6 +1,15 @@
-"""What several workers of one run need: built by the first, under a lock."""
+"""What several workers of one run need: built by the first, under a lock. And programs of C that
+drive sources of csrc whose allocations fail in turn."""
 
 import fcntl
+import shutil
+import subprocess
+
+import pytest
+from checkout import CSRC, HELPERS
+
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers"]
+SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 def built_once(request, factory, name, build):
@@ -15,3 +24,26 @@ def built_once(request, factory, name, build):
             build(folder)
             (folder / "done").touch()
     return folder
+
+
+def gcc(*arguments):
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("gcc not found")
+    subprocess.run([compiler, "-std=c11", "-D_GNU_SOURCE", *WARNINGS, f"-I{CSRC}", *arguments], check=True)
+
+
+def output_of(program, *arguments):
+    run = subprocess.run([program, *arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def said_of_failing_memory(folder, driver, sources, *arguments):
+    """What this driver (failing_malloc.h) prints, where each allocation of the sources may fail;
+    under sanitizers."""
+    objects = [folder / f"{path.stem}.o" for path in sources]
+    for path, built in zip(sources, objects, strict=True):
+        gcc(*SANITIZED, "-Dmalloc=malloc_or_fail", "-Dfree=free_counted", "-c", path, "-o", built)
+    gcc(*SANITIZED, HELPERS / driver, *objects, "-o", folder / "driver")
+    return output_of(folder / "driver", *arguments)

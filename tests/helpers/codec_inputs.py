@@ -1,6 +1,8 @@
 """Values for the codec tests, as bits of a dtype (see codec_oracle);
 the four sets on which noise is measured."""
 
+import mmap
+
 import codec_oracle as oracle
 import numpy as np
 import torch
@@ -10,6 +12,16 @@ SIGNED = {"float32": np.int32, "float16": np.int16, "bfloat16": np.int16}
 EXPONENTS = {"float32": range(-149, 128), "float16": range(-24, 16), "bfloat16": range(-133, 128)}
 #: Of the maximum of each format, so that steps are powers of two and ties are met; and others.
 TOPS = (448.0, 57344.0, 127.0, 1.0, 1.3203125, 1.9375)
+
+
+class Sparse:
+    """Address space without memory: pages that are never written are zero and cost nothing."""
+
+    def __init__(self, nbytes):
+        noreserve = 0x4000  # Linux; Python 3.11 has no name for it
+        self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | noreserve)
+        self.bytes = np.frombuffer(self.map, np.uint8)
+        self.address = self.bytes.ctypes.data
 
 
 def tensor(bits, dtype):

@@ -166,10 +166,10 @@ _UNET = {
 }
 
 
-def _unet_condition():
+def _unet_condition(length=8):
     down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
     model = diffusers.UNet2DConditionModel(**_UNET, down_block_types=down, up_block_types=up, cross_attention_dim=32)
-    return model, {"sample": _drawn(2, 4, 16, 16), "timestep": _TIMES, "encoder_hidden_states": _drawn(2, 8, 32)}
+    return model, {"sample": _drawn(2, 4, 16, 16), "timestep": _TIMES, "encoder_hidden_states": _drawn(2, length, 32)}
 
 
 def _unet():
@@ -178,35 +178,36 @@ def _unet():
     return model, {"sample": _drawn(2, 4, 16, 16), "timestep": _TIMES}
 
 
-def _dit():
-    model = diffusers.DiTTransformer2DModel(**_HEADS, in_channels=4, num_layers=1, sample_size=16, norm_num_groups=1)
+def _dit(layers=1):
+    shape = {"in_channels": 4, "num_layers": layers, "sample_size": 16, "norm_num_groups": 1}
+    model = diffusers.DiTTransformer2DModel(**_HEADS, **shape)
     inputs = {"hidden_states": _drawn(2, 4, 16, 16), "timestep": _TIMES, "class_labels": torch.tensor([1, 2])}
     return model, inputs
 
 
-def _pixart():
-    shape = {"in_channels": 4, "out_channels": 8, "num_layers": 1, "sample_size": 16, "norm_num_groups": 1}
+def _pixart(layers=1, length=8):
+    shape = {"in_channels": 4, "out_channels": 8, "num_layers": layers, "sample_size": 16, "norm_num_groups": 1}
     condition = {"cross_attention_dim": 64, "caption_channels": 32, "use_additional_conditions": False}
     model = diffusers.PixArtTransformer2DModel(**_HEADS, **shape, **condition)
     added = {"resolution": None, "aspect_ratio": None}
-    inputs = {"hidden_states": _drawn(2, 4, 16, 16), "encoder_hidden_states": _drawn(2, 8, 32), "timestep": _TIMES}
+    inputs = {"hidden_states": _drawn(2, 4, 16, 16), "encoder_hidden_states": _drawn(2, length, 32), "timestep": _TIMES}
     return model, {**inputs, "added_cond_kwargs": added}
 
 
-def _sd3():
-    shape = {"sample_size": 16, "in_channels": 4, "out_channels": 4, "patch_size": 1, "num_layers": 2}
+def _sd3(layers=2, length=8):
+    shape = {"sample_size": 16, "in_channels": 4, "out_channels": 4, "patch_size": 1, "num_layers": layers}
     heads = {"num_attention_heads": 4, "attention_head_dim": 8, "joint_attention_dim": 32}
     model = diffusers.SD3Transformer2DModel(**shape, **heads, caption_projection_dim=32, pooled_projection_dim=32)
-    inputs = {"hidden_states": _drawn(2, 4, 16, 16), "encoder_hidden_states": _drawn(2, 8, 32), "timestep": _TIMES}
+    inputs = {"hidden_states": _drawn(2, 4, 16, 16), "encoder_hidden_states": _drawn(2, length, 32), "timestep": _TIMES}
     return model, {**inputs, "pooled_projections": _drawn(2, 32)}
 
 
-def _flux():
-    shape = {"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "axes_dims_rope": (4, 4, 8)}
+def _flux(layers=1, length=8):
+    shape = {"in_channels": 16, "num_layers": layers, "num_single_layers": layers, "axes_dims_rope": (4, 4, 8)}
     heads = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32}
     model = diffusers.FluxTransformer2DModel(**shape, **heads, pooled_projection_dim=32)
-    inputs = {"hidden_states": _drawn(2, 16, 16), "encoder_hidden_states": _drawn(2, 8, 32)}
-    places = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3), "timestep": torch.tensor([0.3, 0.7])}
+    inputs = {"hidden_states": _drawn(2, 16, 16), "encoder_hidden_states": _drawn(2, length, 32)}
+    places = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(length, 3), "timestep": torch.tensor([0.3, 0.7])}
     return model, {**inputs, **places, "pooled_projections": _drawn(2, 32)}
 
 
@@ -217,11 +218,15 @@ def _vae():
     return model, {"sample": _drawn(2, 3, 16, 16)}
 
 
-def _wan():
+def _wan(layers=1, length=8):
     shape = {"patch_size": (1, 2, 2), "in_channels": 4, "out_channels": 4, "text_dim": 32, "freq_dim": 32}
-    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 64, "num_layers": 1}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 64, "num_layers": layers}
     model = diffusers.WanTransformer3DModel(**shape, **heads)
-    inputs = {"hidden_states": _drawn(2, 4, 2, 8, 8), "encoder_hidden_states": _drawn(2, 8, 32), "timestep": _TIMES}
+    inputs = {
+        "hidden_states": _drawn(2, 4, 2, 8, 8),
+        "encoder_hidden_states": _drawn(2, length, 32),
+        "timestep": _TIMES,
+    }
     return model, inputs
 
 

@@ -67,11 +67,6 @@ DIFFERENCES = (
         "hooks around the region are given bytes, those of tensors in keywords and containers, too",
         {
             "test_hooks_around_the_forward_see_the_inputs": ALL,
-            "test_hooks_do_not_see_keywords_and_containers": ALL,
-            "test_hooks_and_double_backward": ALL,
-            "test_two_hooks_around": ALL,
-            "test_hooks_between_two_levels": ALL,
-            "test_inner_inputs_are_saved_by_the_parent_only": ALL,
         },
     ),
     Difference(
@@ -87,7 +82,6 @@ DIFFERENCES = (
         {
             "test_mode_around_everything": ALL,
             "test_mode_around_the_forward_only": ALL,
-            "test_the_last_operator_is_not_run_again": ALL,
         },
     ),
     Difference(

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout, gelu
 
+import gradckpt
+
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 
 
@@ -94,3 +96,42 @@ def torch_remat():
 
 def counter():
     return collections.Counter()
+
+
+def checkpointed(function, **options):
+    return lambda x: gradckpt.checkpoint(function, x, **options)
+
+
+def chain(*functions):
+    def call(x):
+        for function in functions:
+            x = function(x)
+        return x
+
+    return functions[0] if len(functions) == 1 else call
+
+
+def nested(text, parts, **ways):
+    """What ``text`` says, as in "ours(kept(plain), sin)", where what stands side by side runs one
+    after the other; and the same without any of the ``ways``.
+    """
+    wrap = {name: lambda *inside, way=way: way(chain(*inside)) for name, way in ways.items()}
+    return eval(text, {**parts, **wrap}), eval(text, {**parts, **dict.fromkeys(ways, chain)})
+
+
+def kept(function, name="call"):
+    return gradckpt.policies.region(function, name, recompute=False)
+
+
+def ways(block):
+    """Forms of a region that honour what the block says of its calls."""
+    return {
+        "checkpoint": checkpointed(block),
+        "lossless": checkpointed(block, compress={"codec": "lossless", "min_numel": 1}),
+        "compat": lambda x: gradckpt.compat.checkpoint(block, x, use_reentrant=False),
+        "sequential": lambda x: gradckpt.checkpoint_sequential([block, nn.Identity()], 2, x),
+        "policy": checkpointed(block, policy="save_matmuls"),
+        "no early stop": checkpointed(block, early_stop=False),
+        "context_fn": checkpointed(block, context_fn=lambda: (torch.enable_grad(), torch.enable_grad())),
+        "debug": checkpointed(block, debug=True),
+    }

@@ -13,7 +13,7 @@ import warnings
 from collections import defaultdict
 
 import torch
-from run_upstream import stub_expecttest
+from opinfo import operators
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
@@ -99,12 +99,10 @@ def run(function, *args, **kwargs):
 
 
 def main():
-    stub_expecttest()
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    table = operators()
     library = torch.library.Library("aten", "IMPL")
     watch_all(library)
-    for info in op_db:
+    for info in table:
         if torch.float32 in info.supported_dtypes("cpu"):
             samples = info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
             for sample in itertools.islice(samples, 30):

@@ -70,13 +70,6 @@ def test_what_is_done_is_not_run_again(tmp_path, monkeypatch):
     assert not list(file.parent.glob("*part*"))
 
 
-def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(training_tasks, "validate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        training_runs.run(job(tmp_path))
-    assert not job(tmp_path).file.exists()
-
-
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
@@ -106,17 +99,6 @@ def test_runs_of_other_sources_are_in_another_folder(file, old, new, tmp_path, m
 
     monkeypatch.setattr(training_runs, "meaning", another)
     assert training_runs.folder_of(tmp_path) != before
-
-
-def test_another_device_has_runs_of_its_own(tmp_path):
-    one = job(tmp_path)
-    assert one.file != one._replace(device="cuda").file
-
-
-def test_words_do_not_make_runs_anew():
-    one = training_runs.meaning('"""A."""\ndef f():\n    """B."""  # C\n    return 1\n')
-    assert one == training_runs.meaning('"""X."""\ndef f():\n    """Y."""\n    return 1\n')
-    assert one != training_runs.meaning('"""A."""\ndef f():\n    """B."""\n    return 2\n')
 
 
 EXACT_WAYS = [
@@ -285,9 +267,3 @@ def test_wrong_options_are_named(options, words, capsys):
     with pytest.raises(SystemExit):
         bench_training.main(options.split())
     assert words in capsys.readouterr().err
-
-
-def test_an_unknown_task_is_named(capsys):
-    with pytest.raises(SystemExit):
-        bench_training.main(["--tasks", "gpt9"])
-    assert "gpt9" in capsys.readouterr().err

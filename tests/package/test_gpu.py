@@ -1,6 +1,6 @@
 """benchmarks/gpu.py: a rehearsal of all stages on the virtual device, what fails is counted and
-named, and what each stage checks. test_gpu_device.py has the device and the limits of its memory,
-test_gpu_scripts.py parity, sanitizers and the Makefile."""
+named, what each stage checks, and its device. test_gpu_scripts.py has parity, sanitizers and the
+Makefile."""
 
 import json
 import subprocess
@@ -17,19 +17,19 @@ import gradckpt
 sys.path.insert(0, str(ROOT / "benchmarks"))
 pytest.importorskip("transformers")
 import gpu
+import gpu_device
 import gpu_fidelity
 import gpu_host
 import gpu_kernels
 import gpu_llama
 import gpu_neighbours
 import gpu_parity
-import gpu_report
 import gpu_smoke
 import gpu_story
 import gpu_streams
 import gpu_ways
 import machine
-from gpu_job import Stage
+from gpu_job import Skip, Stage, difference
 
 NAMES = [stage.name for stage in gpu.STAGES]
 
@@ -232,10 +232,6 @@ def test_no_card(monkeypatch, tmp_path):
     assert left.value.code == "gpu: torch sees no CUDA device; --device cpu --small rehearses"
 
 
-def test_cells_cannot_break_a_table():
-    assert gpu_report.table(["a"], [["x | y\nz"]])[2] == "| x \\| y z |"
-
-
 # ---- what stages check
 
 
@@ -373,8 +369,103 @@ def test_kernels_are_judged_on_a_card(encode, words, tmp_path):
     assert (not job.failures) if words is None else (words in job.failures[0])
 
 
-def test_every_floor_is_one_of_a_codec():
-    assert set(gpu_kernels.MEASURED) <= set(gradckpt.codecs.names())
-    x = torch.zeros(1 << 14, dtype=torch.bfloat16)
-    other = gpu_kernels.Case("int8", x, "transposed")
-    assert gpu_kernels.judged_share(other, "encode") == (gpu_kernels.FLOOR, "not measured before")
+# ---- the device, and what the story does with its memory: limits, the longest sequence
+
+
+def test_memory_of_a_run():
+    cpu = gpu_device.Device("cpu")
+    found = cpu.memory_of(lambda: torch.empty(1 << 20).fill_(1))
+    assert (1 << 22) <= found.allocated < (1 << 23)
+    assert found.needed is None
+    assert cpu.fits(lambda: torch.empty(1 << 20).fill_(1), 1 << 23)
+    assert not cpu.fits(lambda: torch.empty(1 << 20).fill_(1), 1 << 21)
+
+
+class Pool:
+    """An allocator with a limit and figures, for what a device with them does."""
+
+    def __init__(self):
+        self.share = 1.0
+
+    memory_allocated = staticmethod(lambda: 5)
+    max_memory_allocated = staticmethod(lambda: 30)
+    memory_reserved = max_memory_reserved = staticmethod(lambda: 40)
+    reset_peak_memory_stats = empty_cache = staticmethod(lambda: None)
+
+    def mem_get_info(self):
+        return 60, 100
+
+    def set_per_process_memory_fraction(self, share):
+        self.share = share
+
+    def synchronize(self):
+        pass
+
+
+def test_a_limit_is_taken_back():
+    """After a step that ends, one that runs out of memory, and another error."""
+    device = gpu_device.Device("cpu")
+    device.kind, device.module = "pool", Pool()
+
+    def step(needs):
+        if needs > device.module.share * 100:
+            raise torch.OutOfMemoryError("out of memory")
+
+    assert device.fits(lambda: step(30), 40)
+    assert not device.fits(lambda: step(50), 40)
+    with pytest.raises(RuntimeError, match="something else"):
+        device.fits(lambda: (_ for _ in ()).throw(RuntimeError("something else")), 40)
+    assert device.module.share == 1.0
+    assert device.memory_of(lambda: None) == (30, 40, 5)
+
+
+def test_the_least_limit_is_bisected(job):
+    """Between what a step has allocated and what was taken for it."""
+    story = gpu_story.Story(job, gpu_llama.Sizes(1, 128), 16)
+    story.device.kind, story.device.module = "pool", Pool()
+
+    def step():
+        if story.device.module.share * 100 < 33.3:
+            raise torch.OutOfMemoryError("out of memory")
+
+    story.step = step
+    scale = 1000
+    story.device.module.mem_get_info = lambda: (0, 100 * scale)
+    found = story.least_limit({"needed": 40 * scale, "peak": 30 * scale})
+    assert 33.3 * scale <= found <= 33.3 * scale + 10 * scale / 2**gpu_story.BISECTIONS + 1
+    assert story.least_limit({"needed": None, "peak": 30}) is None
+
+
+@pytest.mark.parametrize("each", [70, 90])
+def test_the_longest_sequence_is_found(each, job, monkeypatch):
+    """The first guess is below or above what fits."""
+    story = gpu_story.Story(job, gpu_llama.Sizes(2, 128), 64)
+    story.limit, job.small = 100_000, False
+    lengths = []
+
+    def noted(count, kind):
+        lengths.append(count)
+        return torch.zeros(1, 8, dtype=torch.long)
+
+    monkeypatch.setattr(gpu_llama, "batch", noted)
+    monkeypatch.setattr(story.device, "fits", lambda run, limit: lengths[-1] * 80 <= limit, raising=False)
+    monkeypatch.setattr(gpu_story, "GRAIN", 1)
+    found = story.longest({"needed": None, "peak": each * 64, "before": 0})
+    assert found in lengths
+    assert 1250 / gpu_story.STEP - 1 <= found <= 1250
+
+
+def test_gradients_that_are_zero_compare_with_nothing():
+    with pytest.raises(RuntimeError, match="zero"):
+        difference([torch.ones(2)], [torch.zeros(2)])
+    assert difference([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 1.0])]) == pytest.approx(0.5**0.5)
+
+
+def test_ways_that_are_absent_say_why(job, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_remat", None)
+    model = gpu_llama.build(gpu_llama.Sizes(1, 128), "cpu")
+    setting = gpu_ways.Setting(job, model, gpu_llama.batch(16, "cpu"), {})
+    with pytest.raises(Skip, match="torch_remat is not installed"):
+        gpu_ways.by_remat(setting)
+    with pytest.raises(Skip, match="not measured"):
+        gpu_ways.by_plan(setting).__enter__()

@@ -14,10 +14,10 @@ from gradckpt.__main__ import main
 from gradckpt._planning import command, model_source
 from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import ConfigModel
-from gradckpt._planning.config_profile import ConfigProfile, plan_source, shortened
-from gradckpt._planning.device_memory import Budget, size_budget
+from gradckpt._planning.config_profile import ConfigProfile, shortened
+from gradckpt._planning.device_memory import size_budget
 from gradckpt._planning.devices import find, rates_of
-from gradckpt._planning.options import allowed, find_blocks
+from gradckpt._planning.options import find_blocks
 from gradckpt._planning.step_trace import trace_step
 
 LAYERS = 9
@@ -265,16 +265,6 @@ def test_a_plan_that_cannot_be_saved_is_printed(run, tmp_path, monkeypatch):
     assert "plan.json cannot be written: No space left on device" in errors
 
 
-def test_progress_counts_options(folder):
-    said = []
-    source = ConfigModel(folder)
-    plan_source(source, 256, 2, Budget(2**30, False, "1GiB"), progress=said.append)
-    options = allowed(None, False, blocks=find_blocks(source.model, source.modules))
-    count = len(options)
-    assert said[:count] == [f"option {i + 1} of {count}: {each.name}" for i, each in enumerate(options)]
-    assert set(said[count:]) <= {"choosing"}
-
-
 # ---- fewer blocks stand for all
 
 
@@ -289,11 +279,6 @@ def check_like_whole(profile, options):
     assert [peak.size for peak in found.peaks()] == [peak.size for peak in actual.peaks()]
     assert [s.payload_bytes for s in found.segments] == [s.payload_bytes for s in actual.segments]
     assert found.peak() == actual.peak()
-
-
-def test_unrolled_segments_are_those_of_the_whole_step(profile):
-    for option in profile.options:
-        check_like_whole(profile, [option] * LAYERS)
 
 
 def test_unrolled_segments_of_mixed_options(profile):

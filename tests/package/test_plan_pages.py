@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 
-import plan_pages
 import pytest
 import torch
 from checkout import HELPERS, ROOT
@@ -40,24 +39,6 @@ these_versions = pytest.mark.skipif(
 def test_pages_show_what_the_command_prints(page, tmp_path):
     text = (ROOT / page).read_text()
     assert written(text, tmp_path) == text, RERUN
-
-
-def test_a_table_becomes_one_of_markdown():
-    printed = """\
-regions                       option               kept each  time each
-model.layers.0 (LlamaLayer)   recompute           896.00 MiB    +316 ms
-model.layers.1 to 3 (3 more)  recompute, offload         0 B
-"""
-    parts = {"verdict": "It fits.", "table": printed, "about": "A Llama."}
-    assert plan_pages.shown(parts, "verdict, table, about").splitlines() == [
-        *("```text", "It fits.", "```", ""),
-        "| regions | option | kept each | time each |",
-        "| --- | --- | ---: | ---: |",
-        "| model.layers.0 (LlamaLayer) | recompute | 896.00 MiB | +316 ms |",
-        "| model.layers.1 to 3 (3 more) | recompute, offload | 0 B |  |",
-        *("", "```text", "A Llama.", "```"),
-    ]
-    assert plan_pages.shown(parts, "verdict, about") == "```text\nIt fits.\n\nA Llama.\n```"
 
 
 def test_an_old_figure_is_replaced(tmp_path):

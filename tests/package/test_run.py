@@ -312,21 +312,6 @@ def test_it_lasts_until_the_process_ends(tmp_path):
     assert "compressed 3 of 3" in call(*LAUNCH, path, cwd=tmp_path).stderr
 
 
-def test_classes_of_the_script_can_be_pickled(tmp_path):
-    path = script(
-        tmp_path,
-        """
-        import pickle
-        class Thing: pass
-        def main():
-            assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
-        if __name__ == "__main__":
-            main()
-        """,
-    )
-    call(*LAUNCH, path, cwd=tmp_path)
-
-
 # ---- other processes ----
 
 RANKS = textwrap.dedent(REGION) + textwrap.dedent("""

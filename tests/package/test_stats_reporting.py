@@ -2,13 +2,9 @@
 
 import gc
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from checkout import ROOT
 
 import gradckpt
 from gradckpt import _C
@@ -280,12 +276,6 @@ def test_it_is_a_dict():
     assert found["compressed"] == 1
     assert gradckpt.stats()["compressed"] == 0
     assert gradckpt.stats().since(found) == gradckpt.stats()
-
-
-def test_importing_gradckpt_imports_no_framework():
-    code = "import sys, gradckpt; assert not {'transformers', 'tensorboard', 'rich'} & set(sys.modules)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
 # ---- what torch.compile made ----

@@ -1,13 +1,12 @@
 """csrc/offload/simulate.c: a step with offload against closed forms, an oracle (helpers/
-offload_oracle.py), bounds that no order of events can break, and each rule alone."""
+offload_oracle.py), and bounds that no order of events can break."""
 
 import array
 import random
-import shutil
-import subprocess
 
 import pytest
-from checkout import CSRC, HELPERS
+from built import said_of_failing_memory
+from checkout import CSRC
 from offload_oracle import simulate
 
 from gradckpt import _C
@@ -142,73 +141,11 @@ def test_an_infinitely_fast_link_exposes_nothing():
         assert exposed(found) == 0
 
 
-# ---- rules
+# ---- nothing, and what is no step
 
 
 def small(rows, *, ring, held=0, head=0, **link):
     return step_of(rows, **LINK | link, ring=ring, held=held, head=head)
-
-
-def test_what_is_held_at_the_turn_is_never_copied():
-    rows = [(10, 30, 0, 0, 100, 1)] * 6
-    for held, copies in ((0, 6), (99, 6), (100, 5), (250, 4), (300, 3), (400, 2)):
-        found = small(rows, ring=400, held=held)
-        assert (found["copies"], found["moved"]) == (copies, copies * 100)
-    assert small(rows, ring=600, held=600)["time"] == 6 * 40
-
-
-def test_a_copy_out_is_issued_when_it_is_in_the_way():
-    """With all of the ring held, the second region makes the first one leave."""
-    found = small([(10, 30, 0, 0, 100, 1)] * 2, ring=100, held=1000)
-    assert (found["copies"], found["exposed_forward"]) == (1, 90)
-
-
-def test_payloads_larger_than_the_ring_and_what_is_not_placed_stay():
-    rows = [(10, 30, 0, 0, 101, 1), (10, 30, 0, 0, 100, 0), (10, 30, 0, 0, 0, 1), (10, 30, 0, 0, 100, 1)]
-    found = small(rows, ring=100)
-    assert (found["stayed"], found["copies"], found["moved"], found["peak"]) == (3, 1, 100, 100)
-
-
-def test_codecs_take_time_whether_a_payload_moves_or_not():
-    for placed in (0, 1):
-        assert small([(10, 30, 3, 4, 100, placed)], ring=100, held=100)["time"] == 47
-
-
-def test_a_taker_waits_for_as_many_releases_as_it_needs():
-    """Two of 50 leave at 50 and 100; the third region needs one of them, or both."""
-    two = [(1, 1, 0, 0, 50, 1)] * 2
-    assert small([*two, (1, 1, 0, 0, 50, 1)], ring=100)["exposed_forward"] == 50 - 2
-    assert small([*two, (1, 1, 0, 0, 51, 1)], ring=100)["exposed_forward"] == 100 - 2
-
-
-def test_copies_in_wait_for_their_copies_out_and_not_for_the_compute_stream():
-    """The copy out ends at 100; the forward, which goes on, hides both."""
-    rows = [(10, 30, 0, 0, 100, 1), (300, 30, 0, 0, 0, 0)]
-    assert exposed(small(rows, ring=200)) == 0
-    assert small(rows[:1], ring=200)["exposed_backward"] == 200 - 10
-    assert small(rows[:1], ring=200, head=150)["exposed_backward"] == 200 - 160
-
-
-def test_both_directions_work_at_once():
-    """The copy out of the first region and the copy in of the second would take 200 in a row."""
-    rows = [(1, 0, 0, 0, 100, 1), (1, 0, 0, 0, 100, 1)]
-    assert small(rows, ring=400)["time"] == 400
-    assert small(rows, ring=400, rate_out=FAST)["time"] == 201
-    assert small(rows, ring=400, rate_in=FAST)["time"] == 200
-
-
-def test_a_copy_in_takes_no_room_of_payloads_that_are_not_decoded():
-    """Two halves of the ring are held; the third payload needs both, after the second decode."""
-    rows = [(200, 0, 0, 0, 100, 1), (1, 1000, 0, 7, 50, 1), (1, 500, 0, 5, 50, 1)]
-    found = small(rows, ring=100, held=100)
-    assert (found["copies"], found["exposed_backward"]) == (1, 0)
-    rows[1] = (1, 40, 0, 7, 50, 1)
-    assert small(rows, ring=100, held=100)["exposed_backward"] == 100 - 40
-
-
-def test_each_copy_has_its_latency():
-    rows = [(0, 0, 0, 0, 100, 1)] * 3
-    assert small(rows, ring=300, latency=7)["time"] == 3 * 107 + 3 * 107
 
 
 def test_nothing_and_what_is_no_step():
@@ -240,18 +177,7 @@ def test_nothing_and_what_is_no_step():
         _C.simulate_offload(array.array("i", [1] * 12), **LINK, ring=0, held=0, head=0)
 
 
-SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="builds the simulation with gcc")
 def test_memory_may_run_out(tmp_path):
     """Each allocation fails in turn; under sanitizers."""
-    program, simulation = tmp_path / "simulation_faults", tmp_path / "simulate.o"
-    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
-    failing = ["-Dmalloc=malloc_or_fail", "-Dfree=free_counted"]
-    source = CSRC / "offload" / "simulate.c"
-    subprocess.run(["gcc", *SANITIZED, *flags, *failing, "-c", source, "-o", simulation], check=True)
-    driver = HELPERS / "simulation_faults.c"
-    subprocess.run(["gcc", *SANITIZED, *flags, driver, simulation, "-o", program], check=True)
-    said = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    said = said_of_failing_memory(tmp_path, "simulation_faults.c", [CSRC / "offload" / "simulate.c"])
     assert said == "500 steps, every allocation failed once\n"

@@ -5,12 +5,12 @@ import array
 import hashlib
 import itertools
 import random
-import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from built import gcc, output_of, said_of_failing_memory
 from checkout import CSRC, HELPERS, ROOT
 from planner_chains import arguments_of, chain_of_126, plain_time, solve, sums_of, tables_of
 from replay_chains import UNAVAILABLE, least_time, plans, random_chain, replay
@@ -371,23 +371,6 @@ def test_tables_may_lie_anywhere():
     assert _C.choose_options(*shifted, 2) == solve(tables, 2)
 
 
-FLAGS = ["-std=c11", "-g", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers"]
-SANITIZED = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-
-
-def gcc(*arguments):
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("gcc not found")
-    subprocess.run([compiler, *FLAGS, f"-I{CSRC}", *arguments], check=True)
-
-
-def output_of(program, *arguments):
-    run = subprocess.run([program, *arguments], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
-
-
 def test_every_cpu_finds_the_same(tmp_path):
     """Buckets and options with this CPU's vector instructions, and without."""
     said = []
@@ -400,12 +383,8 @@ def test_every_cpu_finds_the_same(tmp_path):
 
 def test_memory_may_fail(tmp_path):
     """Each allocation in turn; and random chains under sanitizers."""
-    objects = []
-    for path in sorted((CSRC / "planner").glob("*.c")):
-        objects.append(tmp_path / f"{path.stem}.o")
-        gcc(*SANITIZED, "-Dmalloc=malloc_or_fail", "-Dfree=free_counted", "-c", path, "-o", objects[-1])
-    gcc(*SANITIZED, HELPERS / "planner_faults.c", *objects, "-o", tmp_path / "planner_faults")
-    said = output_of(tmp_path / "planner_faults", "300")
+    sources = sorted((CSRC / "planner").glob("*.c"))
+    said = said_of_failing_memory(tmp_path, "planner_faults.c", sources, "300")
     chains, faults = (int(word) for word in said.replace(",", "").split() if word.isdigit())
     assert chains == 300
     assert faults > 1000

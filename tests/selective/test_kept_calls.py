@@ -1,11 +1,12 @@
 """gradckpt.policies.region: calls inside a region that do not run again."""
 
 import gc
+import itertools
 import weakref
 
 import pytest
 import torch
-from kept_regions import Block, Plain, X, counter, run
+from kept_regions import Block, Plain, X, chain, checkpointed, counter, kept, nested, run, ways
 from torch import nn
 
 import gradckpt
@@ -23,41 +24,13 @@ def _warn_anew():
     kept_calls.warn_runs_again.cache_clear()
 
 
-def checkpointed(function, **options):
-    return lambda x: gradckpt.checkpoint(function, x, **options)
-
-
-def kept(function, name="call"):
-    return policies.region(function, name, recompute=False)
-
-
 def again(function, name="again"):
     return policies.region(function, name, recompute=True)
 
 
-def chain(*functions):
-    def call(x):
-        for function in functions:
-            x = function(x)
-        return x
-
-    return call
-
-
-def context():
-    return torch.enable_grad(), torch.enable_grad()
-
-
 WAYS = {
-    "checkpoint": checkpointed(BLOCK),
-    "lossless": checkpointed(BLOCK, compress={"codec": "lossless", "min_numel": 1}),
-    "compat": lambda x: gradckpt.compat.checkpoint(BLOCK, x, use_reentrant=False),
-    "sequential": lambda x: gradckpt.checkpoint_sequential([BLOCK, nn.Identity()], 2, x),
-    "policy": checkpointed(BLOCK, policy="save_matmuls"),
+    **ways(BLOCK),
     "policy function": checkpointed(BLOCK, policy=lambda ctx, op, *args, **kwargs: "mm" in str(op)),
-    "no early stop": checkpointed(BLOCK, early_stop=False),
-    "context_fn": checkpointed(BLOCK, context_fn=context),
-    "debug": checkpointed(BLOCK, debug=True),
 }
 
 
@@ -72,32 +45,31 @@ def test_it_runs_once(way, backwards):
     assert ran.backward == {"block": backwards, "again": backwards}
 
 
+PARTS = {"plain": PLAIN, "sin": torch.sin, "readers": lambda y: (y + y.detach().mean()) * y.argmax()}
+#: nesting -> how often a backward runs the plain part
 NESTINGS = {
-    "kept": (checkpointed(kept(PLAIN)), PLAIN, 0),
-    "kept last": (checkpointed(chain(torch.sin, kept(PLAIN))), chain(torch.sin, PLAIN), 0),
-    "kept first": (checkpointed(chain(kept(PLAIN), torch.sin)), chain(PLAIN, torch.sin), 0),
-    "kept, kept": (checkpointed(chain(kept(PLAIN), kept(torch.sin, "sin"))), chain(PLAIN, torch.sin), 0),
-    "again": (checkpointed(again(PLAIN)), PLAIN, 1),
-    "again(kept)": (checkpointed(again(chain(kept(PLAIN), torch.sin))), chain(PLAIN, torch.sin), 0),
-    "kept(kept)": (checkpointed(kept(kept(PLAIN, "inner"))), PLAIN, 0),
-    "kept(region)": (checkpointed(kept(checkpointed(PLAIN))), PLAIN, 1),
-    "kept(region(kept))": (checkpointed(kept(checkpointed(kept(PLAIN)))), PLAIN, 0),
-    "region(kept)": (checkpointed(checkpointed(kept(PLAIN))), PLAIN, 0),
-    "bare readers": (
-        checkpointed(chain(kept(PLAIN), lambda y: (y + y.detach().mean()) * y.argmax())),
-        chain(PLAIN, lambda y: (y + y.detach().mean()) * y.argmax()),
-        0,
-    ),
+    "ours(kept(plain))": 0,
+    "ours(sin, kept(plain))": 0,
+    "ours(kept(plain), sin)": 0,
+    "ours(kept(plain), kept(sin))": 0,
+    "ours(again(plain))": 1,
+    "ours(again(kept(plain), sin))": 0,
+    "ours(kept(kept(plain)))": 0,
+    "ours(kept(ours(plain)))": 1,
+    "ours(kept(ours(kept(plain))))": 0,
+    "ours(ours(kept(plain)))": 0,
+    "ours(kept(plain), readers)": 0,
 }
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)
 def test_nestings(nesting):
-    nested, plain, count = NESTINGS[nesting]
-    ran, expected = (run(f, MODULES, CALLS, 2) for f in (nested, plain))
+    names = itertools.count()
+    both = nested(nesting, PARTS, ours=checkpointed, again=again, kept=lambda f: kept(f, f"call {next(names)}"))
+    ran, expected = (run(f, MODULES, CALLS, 2) for f in both)
     assert ran.equals(expected)
     assert ran.forward == expected.forward == {"plain": 1}
-    assert ran.backward == ({"plain": 2 * count} if count else {})
+    assert ran.backward == ({"plain": 2 * NESTINGS[nesting]} if NESTINGS[nesting] else {})
 
 
 def views(x):

@@ -7,19 +7,11 @@ import dataclasses
 
 import pytest
 import torch
+from kept_regions import checkpointed, kept
 
 import gradckpt
-from gradckpt import policies
 
 W = torch.randn(16, 16, generator=torch.Generator().manual_seed(3)).requires_grad_()
-
-
-def kept(function, name="call"):
-    return policies.region(function, name, recompute=False)
-
-
-def checkpointed(function, **options):
-    return lambda x: gradckpt.checkpoint(function, x, **options)
 
 
 def saved(function):

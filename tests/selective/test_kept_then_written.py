@@ -2,14 +2,13 @@
 
 import itertools
 import json
-import subprocess
-import sys
 
 import kept_then_written as sweep
 import pytest
 import torch
 import torch.nn.functional as F
 from checkout import HELPERS
+from processes import printed_by
 from selective_ways import _nothing_left_behind as _nothing_left_behind
 
 import gradckpt
@@ -51,19 +50,14 @@ PARTS = 8
 @pytest.mark.parametrize("part", range(PARTS))
 def test_operators_that_products_are_part_of(part):
     """Those of torch's table, in a process of their own."""
-    done = subprocess.run(
-        [sys.executable, HELPERS / "kept_then_written.py", str(part), str(PARTS)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    wrong, reached = json.loads(done.stdout)
+    wrong, reached = json.loads(printed_by(HELPERS / "kept_then_written.py", part, PARTS))
     assert wrong == []
     assert reached > 0
 
 
 @pytest.mark.soak
 def test_operators_that_products_are_part_of_in_every_combination():
-    command = [sys.executable, HELPERS / "kept_then_written.py", "0", "1", "all"]
-    wrong, _ = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    wrong, _ = json.loads(printed_by(HELPERS / "kept_then_written.py", 0, 1, "all"))
     assert wrong == []
 
 
@@ -96,29 +90,6 @@ def test_a_write_after_the_region_is_seen():
     y, kept = gradckpt.checkpoint(lambda t: (lambda h: (h.sin(), h.detach()))(t @ w), x, policy="save_matmuls")
     kept.zero_()
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
-
-
-def test_a_named_output_is_copied_before_a_write():
-    aten = torch.ops.aten
-    pair = gradckpt.compat.create_selective_checkpoint_contexts(gradckpt.policies.save_named("h"))
-    x, w = torch.randn(4, 4), torch.randn(4, 4)
-    with pair[0]:
-        gradckpt.policies.name((x @ w).relu_(), "h")
-    assert torch.equal(pair[0].storage[aten.mm.default][0].val, x @ w)
-
-
-def test_a_recompute_may_write_into_what_it_was_handed():
-    """For the next backward it is as it was."""
-    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
-
-    def function(t):
-        return gradckpt.policies.name((t @ w).relu_(), "h").sin()
-
-    policy = gradckpt.policies.save_named("h")
-    y = sweep.ENTRY_POINTS["reusable"](policy, function, x).sum()
-    (want,) = torch.autograd.grad(function(x).sum(), x)
-    for _ in range(3):
-        assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], want)
 
 
 @pytest.mark.parametrize("write", [lambda y: F.linear(y, sweep.W, sweep.B), lambda y: (y @ sweep.W).mul_(2)])

@@ -1,13 +1,10 @@
 """Parts of a region that are kept, beside restored values: no gradient is much worse than where the
 whole region runs again. In processes of their own, as those of test_opinfo.py."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from checkout import HELPERS
+from processes import printed_by
 
 import gradckpt
 from gradckpt import _C, policies
@@ -19,11 +16,8 @@ CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def worse(*options):
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, HELPERS / "one_truth.py", *options], env=env, capture_output=True, text=True)
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1].endswith(" 0 worse"), done.stdout
+    printed = printed_by(HELPERS / "one_truth.py", *options)
+    assert printed.splitlines()[-1].endswith(" 0 worse"), printed
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -3,7 +3,6 @@ generators end where they should."""
 
 import functools
 
-import drawing_programs
 import pytest
 import torch
 from drawing_programs import follows_a_kept_draw, program, run
@@ -33,16 +32,6 @@ def check(seed):
 @pytest.mark.parametrize("chunk", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 21))])
 def test_random_programs_draw_the_same_twice(chunk):
     assert sum(check(seed) for seed in range(250 * chunk, 250 * chunk + 250)) > 80
-
-
-@pytest.mark.parametrize("name", sorted({**drawing_programs.DISCRETE, **drawing_programs.DRAWING}))
-def test_a_draw_after_each_kind(name):
-    for seed in range(2):
-        drawn = ([name, "dropout", name, "rand_like"], "int4", None, "ours")
-        runs, state, _ = run(drawn, seed)
-        assert len(runs) == 2
-        assert equal(*runs)
-        assert torch.equal(state, run(drawn, seed, compress=False)[1])
 
 
 def test_a_generator_that_is_not_restored_is_left_alone():

@@ -21,6 +21,7 @@ from selective_ways import (
     Way,
     aten,
     calls,
+    chain,
     double,
     gradients,
     halves,
@@ -73,6 +74,7 @@ REGIONS = {
     "no grad": (lambda x, w: (torch.no_grad()(torch.mm)(x, w) * x).sin() @ w, [aten.mm.default]),
     "expand": (lambda x, w: x[0].sin().expand(8, 8) @ w.sin(), [aten.expand.default]),
     "diagonal": (lambda x, w: (x @ w).diagonal().exp(), [aten.diagonal.default, aten.mm.default]),
+    "no tensor": (lambda x, w: x.sin() * x.sum().item() @ w, [aten._local_scalar_dense.default]),
     "aliases made by keeping": (lambda x, w: (x @ w).clone().sin(), [aten.clone.default, aten.alias.default]),
 }
 
@@ -90,10 +92,6 @@ def test_gradients_are_bit_equal(ck, way, name):
         leaves = torch.utils._pytree.tree_leaves
         assert same(leaves(got_out), leaves(out))
         assert same(got, want)
-
-
-def chain(x):
-    return square(double(square(double(x.sin())))).exp()
 
 
 @pytest.mark.parametrize(
@@ -136,15 +134,6 @@ def test_several_outputs_and_lists_of_outputs(ck, way):
     got = gradients(lambda t: ck(region, t, context_fn=way.contexts([PAIR, HALVES])), (x,))[1]
     assert same(got, want)
     assert calls == {"pair": 1, "halves": 1}
-
-
-def test_an_operator_that_returns_no_tensor(ck, way):
-    def region(x):
-        return x.sin() * x.sum().item()
-
-    x = leaf(8)
-    context_fn = way.contexts([aten._local_scalar_dense.default])
-    assert same(gradients(lambda t: ck(region, t, context_fn=context_fn), (x,))[1], gradients(region, (x,))[1])
 
 
 def test_without_early_stop(ck, way):
@@ -379,13 +368,16 @@ def test_nested_regions_each_by_their_own_policy(ck, our_way, inner, outer):
 # ---- policies that are functions ----
 
 
-def with_policy(ck, ours, policy):
+EITHER = pytest.mark.parametrize("ours", [False, True], ids=["torchs contexts", "our contexts"])
+
+
+def with_policy(ck, ours, policy, region=chain):
     make = gradckpt.compat.create_selective_checkpoint_contexts if ours else torchs_contexts
-    return lambda t: ck(chain, t, context_fn=lambda: make(policy))
+    return lambda t: ck(region, t, context_fn=lambda: make(policy))
 
 
 @pytest.mark.filterwarnings("ignore:gradckpt. offload='cpu' leaves payloads")
-@pytest.mark.parametrize("ours", [False, True], ids=["torchs contexts", "our contexts"])
+@EITHER
 @pytest.mark.parametrize("answer", [*CheckpointPolicy, True, False], ids=str)
 def test_answers_of_a_policy(ck, ours, answer):
     asked = []
@@ -407,7 +399,7 @@ def test_answers_of_a_policy(ck, ours, answer):
     assert asked == [(op, 1, (8,)) for op in (aten.sin.default, DOUBLE, SQUARE, DOUBLE, SQUARE, aten.exp.default)]
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["torchs contexts", "our contexts"])
+@EITHER
 def test_a_policy_with_state_is_asked_in_the_forward_only(ck, ours):
     squares = []
 
@@ -424,7 +416,7 @@ def test_a_policy_with_state_is_asked_in_the_forward_only(ck, ours):
     assert calls == {"double": 4, "square": 3}
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["torchs contexts", "our contexts"])
+@EITHER
 def test_a_policy_that_raises(ck, ours):
     def policy(ctx, op, *args, **kwargs):
         raise ZeroDivisionError
@@ -433,7 +425,7 @@ def test_a_policy_that_raises(ck, ours):
         with_policy(ck, ours, policy)(leaf(8))
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["torchs contexts", "our contexts"])
+@EITHER
 def test_operators_that_a_policy_runs_itself_do_not_count(ck, ours):
     def policy(ctx, op, *args, **kwargs):
         double(torch.ones(1))
@@ -444,7 +436,7 @@ def test_operators_that_a_policy_runs_itself_do_not_count(ck, ours):
     assert same(gradients(with_policy(ck, ours, policy), (x,))[1], want)
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["torchs contexts", "our contexts"])
+@EITHER
 def test_operators_that_torch_ignores_are_not_asked_about(ck, ours):
     asked = []
 
@@ -452,8 +444,5 @@ def test_operators_that_torch_ignores_are_not_asked_about(ck, ours):
         asked.append(op)
         return True
 
-    make = gradckpt.compat.create_selective_checkpoint_contexts if ours else torchs_contexts
-    x = leaf(8)
-    y = ck(lambda t: t.detach() * t.sin().exp(), x, context_fn=lambda: make(policy))
-    y.sum().backward()
+    with_policy(ck, ours, policy, lambda t: t.detach() * t.sin().exp())(leaf(8)).sum().backward()
     assert asked == [aten.sin.default, aten.exp.default, aten.mul.Tensor]
