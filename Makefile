@@ -44,8 +44,7 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -q --timeout 600
 WATCHDOG := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 # Of `make test_newer`: the folders whose tests meet torch's engine most, without budgets, plans and offload's files.
 TEST_FOLDERS := tests/engine tests/equivalence tests/selective tests/compile tests/models \
-    --ignore-glob='*/models/test_budget*' --ignore-glob='*/models/test_plan*' \
-    --ignore-glob='*/engine/test_byte_store*' --ignore-glob='*/engine/test_offload*'
+    tests/planner/test_simulation.py --ignore-glob='*/engine/test_offload*'
 
 .PHONY: help demo test test_newer test_folders test_all soak mutants bench lint docs gpu gpu_here gpu_tools gpu_rehearsal release clean setup tools
 .DEFAULT_GOAL := help

@@ -14,6 +14,7 @@ from norm_steps import (
     plainly,
     step,
 )
+from processes import in_threads
 from torch import nn
 from tracing import forget_handled_exception
 
@@ -78,11 +79,7 @@ def test_two_threads_run_backward_at_once():
 
         got[i] = step(nets[i], region, functools.partial(gradckpt.checkpoint, buffers=nets[i]))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(work, i) for i in range(2)))
     assert [different(a, b) for a, b in zip(expected, got, strict=True)] == [[], []]
 
 

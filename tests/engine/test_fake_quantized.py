@@ -15,6 +15,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from processes import in_threads
 
 import gradckpt
 from gradckpt import CompressionConfig
@@ -134,27 +135,17 @@ def test_what_runs_again_repeats_the_forward_in_many_trees(way):
 def test_the_noise_of_a_region_is_its_own_whatever_other_threads_round():
     """The counter is the process's; between forward and backward
     of one thread others take numbers."""
-    errors = []
-    meet = threading.Barrier(4)
+    meet = threading.Barrier(4, timeout=30)
 
     def work(first):
-        try:
-            for seed in range(first, first + 6):
-                tree = Tree(seed, WAYS["stochastic"])
-                meet.wait()
-                y = tree.forward()
-                meet.wait()
-                y.square().sum().backward()
-        except BaseException as error:
-            errors.append(error)
-            meet.abort()
+        for seed in range(first, first + 6):
+            tree = Tree(seed, WAYS["stochastic"])
+            meet.wait()
+            y = tree.forward()
+            meet.wait()
+            y.square().sum().backward()
 
-    threads = [threading.Thread(target=work, args=(100 * i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert [e for e in errors if not isinstance(e, threading.BrokenBarrierError)] == []
+    in_threads(*(functools.partial(work, 100 * i) for i in range(4)))
 
 
 def test_what_a_policy_keeps_takes_no_number_of_an_inner_region():

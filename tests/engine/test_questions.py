@@ -1,16 +1,25 @@
-"""The engine asks tensors for attributes, and the answer may run Python:
-what that code raises or drops."""
+"""Python code that runs in the middle of the engine: attributes that it asks for, hooks, checks and
+unpack functions, which raise, drop references, collect garbage, switch threads and come back to
+it."""
 
+import functools
 import gc
+import json
 import os
 import subprocess
 import sys
+import threading
 import traceback
 import weakref
 
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from checkout import HELPERS, ROOT
+from processes import alone
+from test_processes import grad_of, leaf
+from test_threads import BOTH, CHECKPOINTS, _nothing_left_behind  # noqa: F401
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 import gradckpt
@@ -173,20 +182,6 @@ def test_unpack_of_a_region_that_the_collector_took_apart():
     assert len(said) == 1
 
 
-def test_the_collector_sees_what_a_frame_keeps_of_tensors(monkeypatch):
-    """The metadata of its check, and recomputed values that were not fetched."""
-    made = []
-    checks = torch_checkpoint._allowed_determinism_checks_to_fns
-    monkeypatch.setitem(checks, "remembers", lambda x: made.append(("of", x.shape)) or made[-1])
-    x, before = hidden(), frames()
-    ys = gradckpt.checkpoint(lambda t: (t.sin().exp(), t.cos().tanh()), x, determinism_check="remembers")
-    metadata = {id(m) for m in made}
-    torch.autograd.grad(ys[0].sum(), x, retain_graph=True)  # what the other needs stays in the frame
-    (frame,) = (f for f in frames() if not any(f is old for old in before))
-    kept = gc.get_referents(frame)
-    assert {id(t[0]) for t in kept if isinstance(t, tuple) and len(t) == 1} >= metadata
-
-
 def test_what_was_recomputed_goes_with_its_part_of_the_graph():
     x, before = hidden(), frames()
     y, z = gradckpt.checkpoint(lambda t: (t.sin().exp(), t.cos().tanh()), x)
@@ -209,3 +204,122 @@ def test_what_holds_an_argument_of_a_region_can_be_found(pack):
     y = gradckpt.checkpoint(lambda t, given: t.sin(), hidden(), pack(hidden(), held), compress=SMALL)
     assert [type(o).__name__ for o in gc.get_referrers(held)].count("Frame") == 1
     y.sum().backward()
+
+
+# ---- random programs (chaos.py) ----
+
+
+def run(first, count, tree=ROOT, env=None):
+    """In a process of its own: torch's own checkpoint leaves cycles behind when it fails,
+    and other tests count."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(tree / HELPERS.relative_to(ROOT) / "chaos.py"),
+        str(first),
+        str(count),
+    ]
+    out = subprocess.run(command, env={**os.environ, **(env or {})}, cwd=tree, capture_output=True, text=True)
+    assert out.returncode == 0, (first, out.stdout[-1000:], out.stderr[-5000:])
+    counts = json.loads(out.stdout)
+    assert counts["programs"] == count
+    assert counts["raised"] > count / 5
+    assert counts["changed"] > count / 50
+
+
+def test_programs_under_a_mode_that_does_anything():
+    """Each exception arrives or reaches sys.unraisablehook, nothing is left behind, and what was
+    not disturbed is equal to the last bit."""
+    run(0, 500)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_twenty_thousand_under_sanitizers(sanitized):
+    tree, env = sanitized
+    for first in range(0, 20000, 1000):
+        run(first, 1000, tree, env)
+
+
+# ---- what comes back to the engine ----
+
+
+def test_backwards_nested_deeper_than_one_thread_goes():
+    """From depth 60 on, torch runs a nested backward on another thread. After that no child of
+    its process has a backward, which other tests need."""
+    alone(nest_deeply)
+
+
+def nest_deeply():
+    threads = set()
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, depth):
+            ctx.save_for_backward(x)
+            ctx.depth = depth
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            threads.add(threading.get_ident())
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                return grad * grad_of(functools.partial(chain, ctx.depth - 1), x), None
+
+    def chain(depth, t):
+        return gradckpt.checkpoint(lambda u: Inner.apply(u.cos(), depth).sin() if depth else u.cos().sin(), t)
+
+    x = leaf(2) * 1e-3
+    assert torch.isfinite(grad_of(functools.partial(chain, 70), x)).all()
+    assert len(threads) > 1
+
+
+def test_check_of_the_users_own_that_differentiates_through_the_region_it_checks(monkeypatch):
+    """The table that is being checked stays, however many others come and go."""
+    x, arm = leaf(8), []
+
+    def check(t):
+        if arm:
+            arm.clear()
+            for _ in range(40):
+                assert torch.equal(torch.autograd.grad(other, x, retain_graph=True)[0], want[1])
+        return tuple(t.shape)
+
+    monkeypatch.setitem(torch_checkpoint._allowed_determinism_checks_to_fns, "own", check)
+    want = [grad_of(lambda t: t.sin().exp(), x), grad_of(lambda t: t.cos().exp(), x)]
+    y, z = gradckpt.checkpoint(lambda t: (t.sin().exp(), t.cos().exp()), x, determinism_check="own")
+    other = z.sum()
+    for _ in range(2):
+        arm.append(1)
+        assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], want[0])
+
+
+@pytest.mark.parametrize("when", ["pack", "unpack"])
+def test_arguments_that_someone_finds_half_put_together(when):
+    """A tuple that gc shows to others cannot be filled any more."""
+    kept, armed = [], []
+
+    def look(now, t):
+        if now == when and armed:
+            kept.append([o for o in gc.get_objects() if type(o) is tuple and len(o) == 3])
+        return t
+
+    a, b, c = leaf(4), leaf(4), leaf(4)
+    gc.collect()
+    gc.freeze()  # only what is made from here on
+    try:
+        armed.append(1)
+        with saved_tensors_hooks(functools.partial(look, "pack"), functools.partial(look, "unpack")):
+            y = gradckpt.checkpoint(lambda p, q, r: (p * q).sin() * r, a * 1, b * 1, c * 1)
+        y.sum().backward()
+    finally:
+        gc.unfreeze()
+    assert kept
+    assert torch.equal(c.grad, (a * b).sin())
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+    os._exit(0)  # the engine's threads may still be putting objects away

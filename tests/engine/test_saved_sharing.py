@@ -4,7 +4,6 @@ bytes and lifetimes."""
 import asyncio
 import contextlib
 import gc
-import sys
 import threading
 
 import pytest
@@ -145,15 +144,6 @@ def test_what_is_kept_by_reference_is_checked_as_by_torch():
     assert ours.startswith(words + "[torch.FloatTensor [64, 64]]")
     assert "is at version 1; expected version 0" in ours
     assert torchs.startswith(words)
-
-
-def test_small_activations_are_checked_too():
-    x = activation(4, 4)
-    with compress_saved("int8"):
-        y = x.sin().sum()
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
 
 
 # ---- composition ----
@@ -365,51 +355,6 @@ def test_bytes_of_a_llama():
 
 
 # ---- lifetimes ----
-
-
-CONFIG = gradckpt.CompressionConfig(min_numel=16)
-
-
-def step(model, x, config):
-    with compress_saved(config):
-        y = model(x)
-    y.backward()
-
-
-def abandoned(model, x, config):
-    with compress_saved(config):
-        model(x)
-
-
-def fails_inside(model, x, config):
-    with contextlib.suppress(ZeroDivisionError), compress_saved(config):
-        model(x).div_(1 / 0)
-
-
-@pytest.mark.parametrize("kind", [step, abandoned, fails_inside])
-def test_nothing_is_left_behind(kind):
-    """Blocks of memory beside those that the same steps leave behind
-    without us (a backward leaves one)."""
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 1)), torch.randn(8, 16)
-
-    def whole(t):
-        y = model(t)
-        return (y.exp().amax() + y.logsumexp(0)).sum()
-
-    def grown(config):
-        gc.collect()
-        before = sys.getallocatedblocks()
-        for _ in range(200):
-            kind(whole, x, config)
-        return sys.getallocatedblocks() - before
-
-    gc.disable()
-    try:
-        plain = max(grown(None) for _ in range(2))
-        assert min(grown(CONFIG) for _ in range(4)) < plain + 40  # free lists fill at first
-        assert gradckpt.stats()["live_bytes"] == 0
-    finally:
-        gc.enable()
 
 
 def test_the_graph_dies_without_the_collector():

@@ -115,18 +115,6 @@ def test_compat_has_torchs_signature_and_name():
     ]
 
 
-def test_compat_calls_the_checkpoint_of_compat(monkeypatch):
-    calls = []
-
-    def spy(function, *args, **kwargs):
-        calls.append(kwargs)
-        return function(*args)
-
-    monkeypatch.setattr(gradckpt.compat, "checkpoint", spy)
-    compat.checkpoint_sequential(chain(6), 3, torch.randn(3, 4), True, preserve_rng_state=False)
-    assert calls == [{"use_reentrant": True, "preserve_rng_state": False}] * 2
-
-
 # ---- ours ----
 
 #: segments, and how many functions each segment has, of 10

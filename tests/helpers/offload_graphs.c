@@ -1,4 +1,4 @@
-/* Run by test_offload_graphs.py: random programs that capture graphs with payloads, and launch them in turn with reads
+/* Run by test_offload_programs.py: random programs that capture graphs with payloads, and launch them in turn with reads
  * and payloads outside of any graph, on a device that does all work at once.
  *
  *     offload_graphs FIRST LAST [DIRECTORY]       seeds; with a directory, the store has a file

@@ -1,4 +1,4 @@
-/* Run by test_byte_store.py: threads put, get and drop bytes of a store; its file's calls may fail.
+/* Run by test_offload_programs.py: threads put, get and drop bytes of a store; its file's calls may fail.
  *
  *     offload_store DIRECTORY SEED THREADS STEPS MEMORY_KIB [CALL FAULT]
  *

@@ -39,7 +39,7 @@ LEFT_OUT = {
         "recomputes_at_once_leave_the_generator",
         "two_backwards_inside_one_region_at_once",
     ],
-    "they start processes": ["test_older_torch", "test_processes"],
+    "they start processes": ["test_processes"],
     "they name the CPU, its numpy, DLPack, generators, autocast or memory": [
         "test_fake_quantized",
         "numpy",

@@ -1,9 +1,10 @@
-"""Processes for tests: a program or a function of a test file in an interpreter of its own,
-and one in a forked child."""
+"""Processes and threads for tests: a program or a function of a test file in an interpreter of
+its own, one in a forked child, and several in threads."""
 
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from checkout import HELPERS, ROOT
@@ -32,6 +33,26 @@ def alone(script, *arguments):
     env = {**os.environ, "PYTHONPATH": PATH}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=4 * WAIT)
     assert (run.returncode, run.stderr) == (0, ""), run.stdout + run.stderr
+
+
+def in_threads(*functions):
+    """Each in a thread of its own; what one raised is raised here. No thread may hang."""
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(f,), daemon=True) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * WAIT)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
 
 
 def in_child(function):

@@ -1,13 +1,17 @@
-"""enable(model, modules=...): which modules a selector chooses, and what is refused."""
+"""enable(model, modules=...): which modules a selector chooses, and what is refused; the kinds of
+modules in models of transformers and others, gradients, caches."""
 
+import collections
 import re
 
 import pytest
+import torch
 import transformers_names
-from apply_models import Net, build, names_of, regions_of
+from apply_models import LENGTH, MODELS, VOCAB, Net, assert_same, build, gradients, names_of, regions_of
 from torch import nn
 
 import gradckpt
+from gradckpt._models.kinds import KINDS, Tree, repeated_blocks
 
 # ---- selectors ----
 
@@ -161,23 +165,6 @@ def test_a_kind_that_has_no_module_says_where_it_is():
         gradckpt.enable(build("bert"), None, modules="mlp")
 
 
-def test_again_does_nothing_when_equal_and_changes_what_differs():
-    model = Net()
-    handle = gradckpt.enable(model, modules="layers.0")
-    forward = model.layers[0].forward
-    assert gradckpt.enable(model, "int8", modules="layers.0", policy=None).modules == handle.modules
-    assert model.layers[0].forward is forward
-    gradckpt.enable(model, "int4", modules="layers.[01]")
-    assert [settings["compress"].codec for settings in handle.modules.values()] == ["int4", "int4"]
-    with pytest.raises(ValueError, match="has no forward of its own"):
-        gradckpt.enable(model, modules=nn.ModuleList)
-    assert list(handle.modules) == ["layers.0", "layers.1"]
-    gradckpt.enable(model, "int4", modules="layers.1", offload=True)
-    assert list(handle.modules) == ["layers.1"]
-    handle.remove()
-    assert handle.modules == {}
-
-
 def test_two_settings_for_a_shared_module_are_refused():
     for rules in ({"first": "int8", "second": "int4"}, {"first": "skip", nn.Linear: None}):
         with pytest.raises(ValueError, match="'first' and 'second' are one Linear, and the rules give it different"):
@@ -238,3 +225,316 @@ def test_models_with_a_flag_of_their_own():
     model.gradient_checkpointing = True
     with pytest.raises(ValueError, match=r"in diffusers, model\.disable_gradient_checkpointing\(\)"):
         gradckpt.enable(model, None, modules="1")
+
+
+PREFIX = "_checkpoint_wrapped_module."  # in names of parameters of a model with wrapped modules
+
+# ---- kinds ----
+
+#: What apply(model, kind) finds: the kind's classes, and how many modules.
+FOUND = {
+    "llama": {"layer": "LlamaDecoderLayer 2", "attention": "LlamaAttention 2", "mlp": "LlamaMLP 2"},
+    "qwen3": {"layer": "Qwen3DecoderLayer 2", "attention": "Qwen3Attention 2", "mlp": "Qwen3MLP 2"},
+    "mistral": {"layer": "MistralDecoderLayer 2", "attention": "MistralAttention 2", "mlp": "MistralMLP 2"},
+    "gemma2": {"layer": "Gemma2DecoderLayer 2", "attention": "Gemma2Attention 2", "mlp": "Gemma2MLP 2"},
+    "gpt2": {"layer": "GPT2Block 2", "attention": "GPT2Attention 2", "mlp": "GPT2MLP 2"},
+    "opt": {"layer": "OPTDecoderLayer 2", "attention": "OPTAttention 2"},
+    "bert": {"layer": "BertLayer 2", "attention": "BertSelfAttention 2"},
+    "t5": {"layer": "T5Block 4", "attention": "T5Attention 6", "mlp": "T5DenseActDense 4"},
+    "vit": {"layer": "ViTLayer 2", "attention": "ViTAttention 2", "mlp": "ViTMLP 2"},
+    "clip": {"layer": "CLIPEncoderLayer 4", "attention": "CLIPAttention 4", "mlp": "CLIPMLP 4"},
+    "whisper": {"layer": "WhisperDecoderLayer WhisperEncoderLayer 4", "attention": "WhisperAttention 6"},
+    "mixtral": {
+        "layer": "MixtralDecoderLayer 2",
+        "attention": "MixtralAttention 2",
+        "moe": "MixtralSparseMoeBlock 2",
+    },
+    "qwen2_moe": {
+        "layer": "Qwen2MoeDecoderLayer 2",
+        "attention": "Qwen2MoeAttention 2",
+        "moe": "Qwen2MoeSparseMoeBlock 2",
+    },
+    "deepseek_v3": {
+        "layer": "DeepseekV3DecoderLayer 2",
+        "attention": "DeepseekV3Attention 2",
+        "mlp": "DeepseekV3MLP 1",
+        "moe": "DeepseekV3MoE 1",
+    },
+    "mamba": {"layer": "MambaBlock 2"},
+    "gpt_oss": {"layer": "GptOssDecoderLayer 2", "attention": "GptOssAttention 2", "moe": "GptOssMLP 2"},
+    "torch": {"layer": "TransformerEncoderLayer 2", "attention": "MultiheadAttention 2"},
+}
+
+
+#: Norms: outside attention, MLPs and mixtures of experts, final ones included.
+NORMS = {"gemma2": 9, "mamba": 3, "t5": 12, "clip": 11, "whisper": 12, "torch": 4}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kinds(name):
+    model = build(name)
+    tree = Tree(model)
+    modules = dict(tree.names)
+    found = {}
+    for kind in KINDS:
+        names = tree.of_kind(kind)
+        classes = sorted({type(modules[each]).__name__ for each in names})
+        if names:
+            found[kind] = " ".join([*classes, str(len(names))])
+    apart = [kind for kind in KINDS if kind != "layer" and kind in found]
+    assert len(names_of(model, apart)) == sum(len(tree.of_kind(kind)) for kind in apart)  # and none inside another
+    assert found.pop("norm").split()[-1] == str(NORMS.get(name, 5))
+    assert found == FOUND[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_repeated_block_is_the_layer(name):
+    model = build(name)
+    found = repeated_blocks(model)
+    assert sorted(each for blocks in found for each in blocks.names) == sorted(Tree(model).of_kind("layer"))
+    assert len(found) == (2 if name == "whisper" else 1)
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+class Stage(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.norm, self.blocks = nn.LayerNorm(8), nn.Sequential(*blocks)
+
+
+def blocks_of(model):
+    return {blocks.kind.__name__: blocks.names for blocks in repeated_blocks(model)}
+
+
+def test_repeated_blocks_of_models_in_stages():
+    """Of a vision model in stages the blocks in them, a stage with one block or none among them."""
+    depths = {"two": 2, "three": 3, "one": 1}
+    stages = nn.ModuleDict({name: Stage(Residual(8) for _ in range(depth)) for name, depth in depths.items()})
+    assert blocks_of(stages) == {"Residual": ["two.blocks.0", "two.blocks.1", *(f"three.blocks.{i}" for i in range(3))]}
+    rows = nn.Sequential(*(nn.Sequential(*(Residual(8) for _ in range(depth))) for depth in (2, 2, 1, 1)))
+    assert blocks_of(rows) == {"Residual": ["0.0", "0.1", "1.0", "1.1"]}
+
+
+class NormAct(nn.Sequential):
+    """As torchvision's Conv2dNormActivation."""
+
+
+class Inverted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Sequential(*(NormAct(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()) for _ in range(3)))
+
+
+def test_repeated_blocks_are_not_their_own_steps():
+    """A block of three convolutions, each with norm and activation, is no stage."""
+    model = nn.Sequential(NormAct(nn.Linear(8, 8)), *(Inverted() for _ in range(3)), NormAct(nn.Linear(8, 8)))
+    assert next(iter(blocks_of(model))) == "Inverted"
+    assert blocks_of(model)["Inverted"] == ["1", "2", "3"]
+
+
+def test_a_class_that_is_also_inside_of_blocks_is_none_to_choose():
+    """enable(modules=) would find it there, too."""
+    layers = nn.ModuleList(Mixture() for _ in range(3))
+    more = nn.ModuleList(Mlp() for _ in range(4))
+    assert list(blocks_of(nn.ModuleDict({"layers": layers, "more": more}))) == ["Mixture"]
+
+
+def test_repeated_blocks_share_nothing_and_hold_the_experts():
+    """Experts belong to their layer; a head beside many layers is no rival; equals are."""
+    layers = nn.ModuleList(Mixture() for _ in range(3))
+    model = nn.ModuleDict({"layers": layers, "head": nn.Sequential(Gated(), Gated())})
+    layers.append(layers[0])
+    assert blocks_of(model) == {"Mixture": ["layers.0", "layers.1", "layers.2"], "Gated": ["head.0", "head.1"]}
+    wide = nn.ModuleDict(
+        {"layers": nn.ModuleList(Residual(64) for _ in range(2)), "head": nn.Sequential(Gated(), Gated())}
+    )
+    assert blocks_of(wide) == {"Residual": ["layers.0", "layers.1"]}
+    assert blocks_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))) == {}
+
+
+class Attention(nn.Module):  # as in timm
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+
+
+class Gated(nn.Module):  # known by its parts alone
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16)
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 2), nn.ModuleList([Mlp(), Mlp()])
+
+
+class Block(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = nn.LayerNorm(8), Attention(), nn.LayerNorm(8), mlp
+
+
+class MyBlock(Block):
+    pass
+
+
+class Mine(MyBlock):  # its name says nothing, its base does
+    pass
+
+
+class ResidualMLP(nn.Module):  # the MLP is the module inside
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), Mlp()
+
+
+class FusedMoE(nn.Module):  # known by its name alone
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 16)
+
+
+class Odd(nn.Module):  # the parts of an MLP, and an attention
+    def __init__(self):
+        super().__init__()
+        self.attn, self.fc1, self.fc2 = Attention(), nn.Linear(8, 16), nn.Linear(16, 8)
+
+
+class LayerNormLinear(nn.Module):  # of Transformer Engine
+    def __init__(self):
+        super().__init__()
+        self.layer_norm_weight, self.weight = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8, 8))
+
+
+class PreLayerNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fn = nn.LayerNorm(8), nn.Linear(8, 8)
+
+
+def test_what_is_no_norm_and_no_layer():
+    attention, norm = Attention(), nn.LayerNorm(8)
+    attention.norm = norm
+    pair = type("PairBlock", (nn.Sequential,), {})(Block(Mlp()), Block(Mlp()))
+    tree = Tree(nn.Sequential(LayerNormLinear(), PreLayerNorm(), attention, norm, pair))
+    assert tree.of_kind("norm") == ["1.norm", *(f"4.{i}.norm{j}" for i in range(2) for j in (1, 2))]
+    assert tree.of_kind("layer") == ["4"]
+
+
+def test_kinds_of_modules_like_timm_and_own_ones():
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model = nn.Sequential(Block(Mlp()), MyBlock(Gated()), Mine(Mixture()), plain, ResidualMLP(), FusedMoE(), Odd())
+    tree = Tree(model)
+    assert tree.of_kind("layer") == ["0", "1", "2"]
+    assert tree.of_kind("attention") == ["0.attn", "1.attn", "2.attn", "6.attn"]
+    assert tree.of_kind("mlp") == ["0.mlp", "1.mlp", "4.mlp"]  # the experts belong to the mixture
+    assert tree.of_kind("moe") == ["2.mlp", "5"]
+    assert tree.of_kind("norm") == [*(f"{i}.norm{j}" for i in range(3) for j in (1, 2)), "4.norm"]
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral", "torch"])
+@pytest.mark.parametrize("rules", ["layer", ["attention", "norm"], "mlp or moe"])
+def test_uncompressed_gradients_are_those_of_no_checkpointing(name, rules, monkeypatch):
+    model = build(name)
+    kinds = dict(Tree(model).counts())
+    if rules == "mlp or moe":
+        rules = next((kind for kind in ("mlp", "moe") if kind in kinds), "norm")
+    expected = gradients(model)
+    handle = gradckpt.enable(model, None, modules=rules)
+    assert len(handle.modules) == sum(kinds[kind] for kind in ([rules] if isinstance(rules, str) else rules))
+
+    runs = collections.Counter()
+    for module in (model.get_submodule(each) for each in handle.modules):
+        if type(module) not in runs:
+            count_runs(type(module), runs, monkeypatch)
+    assert_same(gradients(model), expected)
+    for kind, count in runs.items():
+        applied = sum(type(model.get_submodule(each)) is kind for each in handle.modules)
+        assert count == 2 * applied, kind
+
+
+def count_runs(kind, runs, monkeypatch):
+    forward = kind.forward
+    runs[kind] = 0
+
+    def counted(self, *args, **kwargs):
+        runs[kind] += 1
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", counted)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("rules", ["layer", "attention", "wrapped"])
+def test_a_cache_is_filled_once(name, rules):
+    """The forward writes to the cache; the recompute, in which the keys would be there twice,
+    to a copy."""
+    model = build(name)
+
+    def cache_of():
+        torch.manual_seed(1)
+        ids = torch.randint(3, VOCAB, (2, LENGTH))
+        out = model(input_ids=ids, labels=ids, use_cache=True)
+        return out, out.past_key_values
+
+    model.zero_grad()
+    out, _ = cache_of()
+    out.loss.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    if rules == "wrapped":
+        gradckpt.compat.apply_activation_checkpointing(model, "raw")
+    else:
+        gradckpt.enable(model, None, modules=rules)
+    model.zero_grad()
+    out, cache = cache_of()
+    assert cache.get_seq_length() == LENGTH
+    out.loss.backward(retain_graph=True)
+    assert cache.get_seq_length() == LENGTH
+    assert_same(
+        (out.loss, {n.replace(PREFIX, ""): p.grad for n, p in model.named_parameters() if p.grad is not None}),
+        (out.loss, expected),
+    )
+    out.loss.backward()  # each recompute gets a copy of its own
+
+
+@pytest.mark.parametrize("rules", ["layer", "moe", ["*.experts.act_fn", "norm"]])
+def test_what_transformers_records_inside(rules):
+    """The load-balancing loss is of router logits that a hook takes out of the mixtures."""
+    model = build("mixtral")
+    model.config.output_router_logits = True
+    expected = gradients(model)
+    gradckpt.enable(model, None, modules=rules)
+    assert_same(gradients(model), expected)
+
+
+def test_a_cache_with_a_prefix_keeps_it():
+    model = build("llama")
+    torch.manual_seed(1)
+    prefix, ids = torch.randint(3, VOCAB, (2, 4)), torch.randint(3, VOCAB, (2, LENGTH))
+    found = []
+    for rules in (None, "layer"):
+        with torch.no_grad():
+            cache = model(input_ids=prefix, use_cache=True).past_key_values
+        if rules:
+            gradckpt.enable(model, None, modules=rules)
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids, past_key_values=cache).loss
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}))
+    assert_same(found[1], found[0])

@@ -10,8 +10,9 @@ pytest.importorskip("transformers")
 
 import model_families
 from model_families import FAMILIES
+from planned_nets import Untouched
 from shared_counts import SharedCount
-from test_gradient_error import Block, Net, Untouched, batch, prepared
+from test_gradient_error import Block, Net, batch, prepared
 
 import gradckpt
 from gradckpt._engine import op_mixing

@@ -1,16 +1,17 @@
 """offload="disk": the same values, less memory, no file that stays."""
 
 import dataclasses
+import functools
 import gc
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 import torch
+from processes import in_threads
 from torch import nn
 
 import gradckpt
@@ -208,11 +209,7 @@ def test_threads_share_a_store_and_its_little_memory(place):
         (into[seed],) = torch.autograd.grad(net(x * 1).sum(), x)
 
     for offload, into in ((False, want), (tight, found)):
-        threads = [threading.Thread(target=train, args=(seed, offload, into)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(functools.partial(train, seed, offload, into) for seed in range(6)))
     assert all(torch.equal(found[seed], want[seed]) for seed in range(6))
     figures = figures_of(tight)
     assert figures["gets"] >= 6 * 3

@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import threading
 import warnings
 
 import pytest
@@ -22,6 +21,7 @@ from patched_calls import (
     model,
     nothing_left_behind,  # noqa: F401 (a fixture of every test here)
 )
+from processes import in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint as early
 from torchs_own import graphs_checkpoint
@@ -449,14 +449,7 @@ class TestTransformers:
         replicas = [replica(model) for _ in range(2)]
         with gradckpt.patched("int8") as handle:
             inputs = [{"input_ids": self.IDS, "labels": self.IDS}] * 2
-            threads = [
-                threading.Thread(target=lambda r=r, i=i: r(**i).loss.backward())
-                for r, i in zip(replicas, inputs, strict=True)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            in_threads(*(lambda r=r, i=i: r(**i).loss.backward() for r, i in zip(replicas, inputs, strict=True)))
             assert handle.stats()["compressed"] == 8
 
     @pytest.mark.parametrize(("version", "n"), [("4.57.0", 4), ("5.23.0", 0)])

@@ -34,7 +34,6 @@ import gradckpt
 from gradckpt import GradckptInactiveWarning
 from gradckpt._engine.places import place_of
 from gradckpt._models.inactivity import is_on
-from gradckpt.integrations.transformers import trainer_flag
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -220,20 +219,11 @@ class TestKeys:
         ("kwargs", "message"),
         [
             ({"compress": "int8", "min_numell": 3}, r"unknown key 'min_numell' .* did you mean 'min_numel'\?"),
-            (
-                {"compress": "int8", "use_rentrant": False},
-                r"unknown key 'use_rentrant' .* did you mean 'use_re",
-            ),
             ({"compress": "int7"}, "unknown codec 'int7'; did you mean 'int8'. choose one of: raw"),
-            ({"compress": "int8", "min_numel": -1}, "min_numel counts values and cannot be -1"),
             ({"compress": None, "min_numel": -1}, "min_numel counts values and cannot be -1"),
-            ({"compress": "int8", "fake_quantize": "yes"}, "fake_quantize is True or False, not 'yes'"),
-            ({"compress": "int8", "every_n_layers": 0}, "every_n_layers is 1 or more, not 0"),
             ({"compress": "int8", "offload": "tape"}, "offload='tape' is no place"),
-            ({"compress": "int8", "policy": "save_it"}, "unknown policy 'save_it'"),
             ({"policy": "save_matmul:int8"}, r"unknown policy 'save_matmul'; did you mean 'save_matmuls'\?"),
             ({"compress": "int8", "debug": "no"}, "debug is True or False"),
-            ({"compress": "int8", "determinism_check": "all"}, 'determinism_check is "default", "warn" or "none"'),
             (
                 {"fake_quantize": True},
                 r'fake_quantize=True has no effect without compress; add "compress": "int8"',
@@ -245,6 +235,7 @@ class TestKeys:
         ],
     )
     def test_what_is_wrong_is_said_when_the_trainer_is_made(self, kwargs, message, tmp_path):
+        """Each of the rules for kwargs: test_checkpointing_kwargs.py."""
         model = build()
         with pytest.raises((ValueError, TypeError), match=f"^gradckpt: .*{message}"):
             trainer_of(model, tmp_path, kwargs)
@@ -283,29 +274,6 @@ class TestTrainers:
         hooks = trainer.model._forward_hooks
         assert len(hooks) == 1
 
-    @with_every_and_offload
-    def test_the_next_trainer_starts_from_nothing(self, tmp_path):
-        model = build()
-        first = {"compress": {"codec": "int8", "min_numel": 7}, "policy": "save_matmuls", "every_n_layers": 2}
-        assert train(model, tmp_path, **flag(first)) == LAYERS
-        assert train(model, tmp_path, **flag({"compress": "fp8"})) == 2 * LAYERS
-        assert vars(model)[ADAPTER].active == gradckpt.CompressionConfig("fp8")
-        assert vars(model)[ADAPTER].settings.context_fn is None
-
-    @pytest.mark.parametrize("kwargs", NOT_OURS)
-    def test_the_next_trainer_says_nothing_of_ours(self, kwargs, tmp_path):
-        model = build()
-        assert train(model, tmp_path, **flag({"compress": "int8"})) == 2 * LAYERS
-        assert train(model, tmp_path, **flag(kwargs)) == 0
-        assert ADAPTER not in vars(model)
-        assert is_stock(model)
-
-    def test_enable_outlasts_a_trainer(self, tmp_path):
-        model = build()
-        gradckpt.enable(model, compress="int8")
-        assert train(model, tmp_path, **flag({"compress": None})) == 0
-        assert train(model, tmp_path, **flag()) == 2 * LAYERS
-
     def test_model_init(self, tmp_path):
         made = []
 
@@ -335,26 +303,17 @@ class TestTrainers:
         assert not is_on(model)
         assert not functions(model) - {None}
 
-    def test_evaluation_at_the_start_and_in_between(self, tmp_path):
-        trainer = trainer_of(
-            build(),
-            tmp_path,
-            {"compress": "int8"},
-            eval_dataset=DATA,
-            eval_on_start=True,
-            eval_strategy="steps",
-            eval_steps=1,
-        )
-        assert compressed_by(trainer.train) == 2 * LAYERS
-
-    def test_gradient_accumulation(self, tmp_path):
-        trainer = trainer_of(
-            build(), tmp_path, {"compress": "int8"}, gradient_accumulation_steps=2, per_device_train_batch_size=1
-        )
-        assert compressed_by(trainer.train) == 4 * LAYERS
-
-    def test_bf16(self, tmp_path):
-        assert compressed_by(trainer_of(build(), tmp_path, {"compress": "int8"}, bf16=True).train) == 2 * LAYERS
+    @pytest.mark.parametrize(
+        ("others", "count"),
+        [
+            ({"bf16": True}, 2),
+            ({"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}, 4),
+            ({"eval_dataset": DATA, "eval_on_start": True, "eval_strategy": "steps", "eval_steps": 1}, 2),
+        ],
+        ids=["bf16", "accumulation", "evaluation in between"],
+    )
+    def test_settings_of_the_trainer(self, others, count, tmp_path):
+        assert compressed_by(trainer_of(build(), tmp_path, {"compress": "int8"}, **others).train) == count * LAYERS
 
     @with_every_and_offload
     def test_generation_around_steps(self, tmp_path):
@@ -380,18 +339,6 @@ class TestTrainers:
         trainer.save_model(str(tmp_path / "saved"))
         again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
         assert ADAPTER not in vars(again)
-
-    def test_no_class_is_changed(self, tmp_path):
-        watched = [transformers.Trainer, transformers.PreTrainedModel, transformers.LlamaForCausalLM, torch.nn.Module]
-        before = [dict(vars(thing)) for thing in watched]
-        train(build(), tmp_path, **flag({"compress": "int8"}))
-        assert [dict(vars(thing)) for thing in watched] == before
-
-    def test_one_callback(self):
-        from transformers import trainer
-
-        trainer_flag.hook_import()
-        assert [c.__name__ for c in trainer.DEFAULT_CALLBACKS].count("GradckptFlag") == 1
 
 
 class Wrapper(torch.nn.Module):

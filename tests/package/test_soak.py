@@ -30,9 +30,9 @@ pytestmark = pytest.mark.soak
 @pytest.mark.parametrize(
     "files",
     [
-        ["test_checkpoint.py", "test_checkpoint_errors.py"],
-        ["test_compress.py", "test_compress_config.py", "test_late_overflow.py"],
-        ["test_threads.py", "test_reentrancy.py", "test_interrupts.py"],
+        ["test_checkpoint.py"],
+        ["test_compress.py", "test_late_overflow.py"],
+        ["test_threads.py", "test_questions.py", "test_interrupts.py"],
         ["test_codec_tensors.py", "test_codec_hostile.py", "test_stochastic.py"],
         ["test_selective.py", "test_selective_surroundings.py", "test_selective_saves.py", "test_naming.py"],
         ["test_selective_function.py", "test_policies.py", "test_batch.py"],

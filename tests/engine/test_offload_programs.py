@@ -1,10 +1,16 @@
-"""A store of bytes in memory and a file: threads that fill, hold and drop; calls of the file and
-requests for memory that fail, each in turn; under gcc's sanitizers (helpers/offload_store.c)."""
+"""Programs in C of the store of bytes and of captured graphs with payloads, under gcc's sanitizers
+(helpers/offload_store.c, helpers/offload_graphs.c). Threads fill, hold and drop; calls of the file
+and requests for memory fail, each in turn; graphs are launched in turn with other work, and each
+read finds what the last launch has left."""
 
 import pytest
+import worlds
 from offload_programs import FAILING, SANITIZERS, STORE, lines_of, program
 
 from gradckpt import _C
+
+# ---- a store in memory and a file ----
+
 
 STEPS = {"seed": 1, "threads": 2, "steps": 2, "KiB": 1024}
 
@@ -93,3 +99,32 @@ def test_directories_that_cannot_be_used(tmp_path):
             place(directory, 1 << 20)
     with pytest.raises(ValueError, match="pass 4096 or more"):
         place(tmp_path, 100)
+
+
+# ---- captured graphs ----
+
+
+pytestmark = pytest.mark.xdist_group("offload_graphs")
+
+
+def check(first, last, *directory, sanitizer="address"):
+    (found,) = lines_of(program("offload_graphs", *SANITIZERS[sanitizer]), first, last, *directory)
+    bad = {name: found[name] for name in ("wrong", "misused", "errors", "leaks")}
+    assert bad == dict.fromkeys(bad, 0)
+    assert found["checked"] > 10 * (last - first)
+    assert min(found["launched"], found["outside"], found["missed"]) > 0
+
+
+def test_programs():
+    check(1, 400)
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_programs_with_a_file(tmp_path, sanitizer):
+    """Threads write what is not of a graph."""
+    check(1, 100, worlds.with_disk(tmp_path), sanitizer=sanitizer)
+
+
+@pytest.mark.soak
+def test_many_programs():
+    check(1000, 10_000)

@@ -1,6 +1,5 @@
 """plan(profile=): plans from what was measured for an earlier one, and the search within errors."""
 
-import gc
 import os
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -17,7 +16,7 @@ import sys
 import pytest
 import torch
 from checkout import ROOT
-from planned_nets import ROWS, WIDTH, Block, Net, fixed_costs, net
+from planned_nets import ROWS, WIDTH, Block, Net, fixed_costs, net, short_measurements  # noqa: F401 (a fixture of every test here)
 
 import gradckpt
 from gradckpt import _apart
@@ -31,11 +30,7 @@ BATCH = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
 CODECS = ["int8", "int4"]
 
 
-@pytest.fixture(autouse=True)
-def _short_measurements(monkeypatch):
-    gc.collect()  # what earlier tests left would count
-    monkeypatch.setattr(options, "_SECONDS", 0.0)
-    monkeypatch.setattr(options, "_LEAST", 1)
+pytestmark = pytest.mark.usefixtures("short_measurements")
 
 
 def never(*_, **__):
@@ -90,7 +85,7 @@ def test_the_same_file_gives_the_same_bytes(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     gradckpt.plan(model, BATCH, budget="1GiB", compress=CODECS).save(path)
     program = (
-        "import sys; sys.path[:0] = ['tests/models', 'tests/helpers']; import test_budget_profile as t\n"
+        "import sys; sys.path[:0] = ['tests/planner', 'tests/helpers']; import test_budget_profile as t\n"
         "t.torch.set_num_threads(int(sys.argv[1])); t.torch.manual_seed(0); model = t.net(4)\n"
         "for part, error in ((0.3, None), (0.1, '1%')):\n"
         "    first = t.gradckpt.Plan.load(sys.argv[2])\n"

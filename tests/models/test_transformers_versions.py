@@ -1,16 +1,25 @@
-"""What transformers 4 lacks, taken out of today's: gradckpt.enable works there, too,
-and says what it cannot do."""
+"""What transformers 4 lacks, taken out of today's: gradckpt.enable works there, too, and says what
+it cannot do. And of the names that transformers deprecates from release to release gradckpt calls
+none."""
 
+import copy
 import functools
 import os
+import pickle
 
+import model_families
 import pytest
 import torch
+import transformers_names
+
+import gradckpt
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-import gradckpt  # noqa: E402
+
+# ---- transformers 4 ----
+
 
 LAYERS = 3
 
@@ -72,3 +81,69 @@ def test_every_n_layers_is_refused_wherever_it_is_said(model):
     with pytest.raises(ValueError, match=r"every_n_layers above 1 needs transformers >= 5\.17"):
         model.activation_checkpointing_enable({"every_n_layers": 2})
     assert step(model) == LAYERS, "a refused call changes nothing"
+
+
+# ---- deprecated names ----
+
+
+deprecated_is_an_error = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
+
+FLAGS = [
+    {"compress": "int8"},
+    {"compress": None, "policy": "save_matmuls"},
+    {"compress": "int8", "recompute": False},
+    {"budget": "1GiB"},
+]
+
+
+def build():
+    return model_families.build("llama", "sdpa")
+
+
+def run_step(model):
+    model(**model_families.FAMILIES["llama"].batch()).loss.backward()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"compress": None, "every_n_layers": 2},
+        {"compress": "int8", "recompute": False},
+        {"modules": "layer"},
+        {"budget": "1GiB"},
+    ],
+    ids=str,
+)
+@deprecated_is_an_error
+def test_enable(settings):
+    model = build()
+    handle = gradckpt.enable(model, **settings)
+    run_step(model)
+    run_step(copy.deepcopy(model))
+    run_step(pickle.loads(pickle.dumps(model)))
+    transformers_names.turn_off(model)
+    run_step(model)
+    repr(handle)
+    handle.remove()
+    gradckpt.disable(model)
+
+
+@deprecated_is_an_error
+def test_before_a_step():
+    model, batch = build(), model_families.FAMILIES["llama"].batch()
+    gradckpt.plan(model, batch, memory="1GiB")
+    gradckpt.plan(model, batch, budget="1GiB").apply(model)
+    gradckpt.disable(model)
+    gradckpt.gradient_error(model, batch, "int8")
+
+
+@pytest.mark.parametrize("kwargs", FLAGS, ids=str)
+@deprecated_is_an_error
+def test_the_flag(kwargs, tmp_path):
+    ids = model_families.FAMILIES["llama"].batch()["input_ids"]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
+        **transformers_names.flag(kwargs),
+    )  # fmt: skip
+    transformers.Trainer(build(), arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids]).train()

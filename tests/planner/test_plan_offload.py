@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from plan_shapes import TINY
-from planned_nets import ROWS, WIDTH, fixed_costs, net
+from planned_nets import ROWS, WIDTH, fixed_costs, net, short_measurements  # noqa: F401 (a fixture of every test here)
 from torch import nn
 
 import gradckpt
@@ -20,10 +20,11 @@ BATCH = torch.randn(ROWS, WIDTH)
 FAST = 1000  # GB/s
 
 
+pytestmark = pytest.mark.usefixtures("short_measurements")
+
+
 @pytest.fixture(autouse=True)
-def _short_measurements(monkeypatch):
-    monkeypatch.setattr(options, "_SECONDS", 0.0)
-    monkeypatch.setattr(options, "_LEAST", 1)
+def _few_options(monkeypatch):
     monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
 
 

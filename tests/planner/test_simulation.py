@@ -118,6 +118,7 @@ def test_small_tensors_of_the_step_keep_their_values(mode):
         lambda x: x.tolist(),
         lambda x: x.numpy(),
         lambda x: numpy.asarray(x),
+        lambda x: numpy.from_dlpack(x),
         lambda x: bool(x[0]),
         lambda x: float(x[0]),
         lambda x: repr(x),
@@ -125,7 +126,7 @@ def test_small_tensors_of_the_step_keep_their_values(mode):
         lambda x: torch.ones(2)[x > 0],
         lambda x: torch.unique(x),
     ],
-    ids=["item", "tolist", "numpy", "asarray", "bool", "float", "repr", "nonzero", "mask", "unique"],
+    ids=["item", "tolist", "numpy", "asarray", "dlpack", "bool", "float", "repr", "nonzero", "mask", "unique"],
 )
 def test_what_has_no_values_is_asked_in_vain(ask):
     with pytest.raises(NotSimulated):
@@ -169,35 +170,7 @@ def test_parameters_in_place_and_views(mode):
         assert out.shape == x.shape
 
 
-def test_shapes_are_those_of_real_operators(mode):
-    real, planned = torch.randn(3, 4, 5), simulated(mode, 3, 4, 5)
-    runs = (
-        lambda x: x.transpose(0, 2) + 1,
-        lambda x: x.sum((0, 2), keepdim=True),
-        lambda x: torch.cat([x, x], 1),
-        lambda x: x.topk(2),
-        lambda x: x.unbind(1)[2] @ x[0].t(),
-        lambda x: x.softmax(-1).to(torch.bfloat16),
-        lambda x: F.layer_norm(x, (5,)),
-        lambda x: torch.linalg.vector_norm(x),
-    )
-    for run in runs:
-        expected = run(real)
-        with mode:
-            found = run(planned)
-        pairs = zip(expected, found, strict=True) if isinstance(expected, tuple) else [(expected, found)]
-        for a, b in pairs:
-            assert (a.shape, a.stride(), a.dtype, b.device.type) == (b.shape, b.stride(), b.dtype, "cpu")
-
-
 # ---- allocations and releases
-
-
-def live(mode):
-    sizes = {}
-    for event in mode.events:
-        sizes[event.storage] = sizes.get(event.storage, 0) + event.size
-    return {number: size for number, size in sizes.items() if size}
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
@@ -269,20 +242,6 @@ def test_attention_without_dropout_draws_nothing():
 
     assert states(0.0) == 1
     assert states(0.1) >= 4
-
-
-def test_releases_balance_allocations(mode):
-    """What lives at the end is what is held: here, gradients."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
-    for p in model.parameters():
-        p.data = mode.like(p.data)
-    x = simulated(mode, 5, 8)
-    with mode:
-        model(x).sum().backward()
-    assert sorted(live(mode).values()) == sorted(p.nbytes for p in model.parameters())
-    for p in model.parameters():
-        p.grad = None
-    assert live(mode) == {}
 
 
 def test_gradients_of_several_uses_are_summed_in_place(mode):
