@@ -39,7 +39,7 @@ import machine
 import timing
 import torch
 from codec_inputs import noise_set, sqnr
-from codec_isas import ISAS, forced
+from codec_libraries import ISAS, forced
 
 import gradckpt
 

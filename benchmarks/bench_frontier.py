@@ -43,7 +43,7 @@ import frontier_picture
 import frontier_ways
 import guards
 import machine
-import page_marks
+import pages
 import timing
 import torch
 import train_llama
@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
 def write(found: Row, options: argparse.Namespace) -> None:
     if options.page:
         text = show(found["rows"], found["floor"])
-        options.page.write_text(page_marks.fill(options.page.read_text(), MARKS, lambda _: text))
+        options.page.write_text(pages.fill(options.page.read_text(), MARKS, lambda _: text))
     if options.plot:
         options.plot.write_text(frontier_picture.draw(found))
     if options.json:

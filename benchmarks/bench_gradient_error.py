@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpe
 
 import guards
 import machine
-import page_marks
+import pages
 import torch
 import transformers
 from model_families import ATTENTIONS, FAMILIES, build, missing
@@ -119,7 +119,7 @@ def table(rows: list[Row]) -> str:
 
 
 def page_with(text: str, page: str) -> str:
-    return str(page_marks.fill(page, (re.escape(MARKS[0]), MARKS[1]), lambda _: text))
+    return str(pages.fill(page, (re.escape(MARKS[0]), MARKS[1]), lambda _: text))
 
 
 #: Distinct for colour-blind readers, and by form.

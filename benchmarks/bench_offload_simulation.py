@@ -42,7 +42,7 @@ import machine
 from gradckpt import _C
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
-import page_marks
+import pages
 
 MARKS = "<!-- by benchmarks/bench_offload_simulation.py -->", "<!-- end -->"
 TOKENS = 8192
@@ -232,7 +232,7 @@ def markdown(rows: list[Case]) -> str:
 def page_with(tables: list[list[Case]], page: str) -> str:
     titles = "**Boundaries, which are recomputed from**", "**All that autograd saves, without a recompute**"
     text = "\n\n".join(f"{title}\n\n{markdown(rows)}" for title, rows in zip(titles, tables, strict=True))
-    return str(page_marks.fill(page, (re.escape(MARKS[0]), MARKS[1]), lambda _: text))
+    return str(pages.fill(page, (re.escape(MARKS[0]), MARKS[1]), lambda _: text))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
-import page_marks
+import pages
 from training_runs import Run
 from training_tasks import TASKS
 from training_ways import BF16, CUT, EXACT, NOISE, OURS, WAYS
@@ -228,7 +228,7 @@ def text(runs: list[Run], found: list[Comparison]) -> str:
 def page_with(runs: list[Run], found: list[Comparison], page: str) -> str:
     """Return the page with the tables and its first sentence."""
     for (start, end), words in ((FIRST, first_sentence(found)), (MARKS, text(runs, found))):
-        page = str(page_marks.fill(page, (re.escape(start), end), lambda _, words=words: words))
+        page = str(pages.fill(page, (re.escape(start), end), lambda _, words=words: words))
     return page
 
 

@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from built import built_once
 from checkout import ROOT, TESTS
+from native_programs import built_once
 from targets import LEFT, ROWS, SOAK, is_left
 
 # ---- make test and make test_all
@@ -264,21 +264,21 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(scope="session")
 def avx512(request, tmp_path_factory):
-    from codec_isas import EmulatedAvx512
+    from codec_libraries import EmulatedAvx512
 
     return EmulatedAvx512(built_once(request, tmp_path_factory, "avx512", EmulatedAvx512.build))
 
 
 @pytest.fixture(scope="session")
 def host_kernels(request, tmp_path_factory):
-    from direct_kernels import HostKernels
+    from codec_kernels import HostKernels
 
     return HostKernels(built_once(request, tmp_path_factory, "host", HostKernels.build))
 
 
 @pytest.fixture(scope="session")
 def device_kernels(request, tmp_path_factory):
-    from direct_kernels import DeviceKernels
+    from codec_kernels import DeviceKernels
 
     return DeviceKernels(built_once(request, tmp_path_factory, "device", DeviceKernels.build))
 
@@ -286,7 +286,7 @@ def device_kernels(request, tmp_path_factory):
 @pytest.fixture(scope="session")
 def ampere_kernels(request, tmp_path_factory):
     """The same as sm_80 and later run them."""
-    from direct_kernels import DeviceKernels
+    from codec_kernels import DeviceKernels
 
     build = functools.partial(DeviceKernels.build, arch=800)
     return DeviceKernels(built_once(request, tmp_path_factory, "ampere", build))
@@ -295,7 +295,7 @@ def ampere_kernels(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def fresh_device(request, tmp_path_factory):
     """Makes kernels whose library has a state of its own: no word or error of another test."""
-    from direct_kernels import DeviceKernels
+    from codec_kernels import DeviceKernels
 
     built = built_once(request, tmp_path_factory, "device", DeviceKernels.build)
     return lambda: DeviceKernels(shutil.copytree(built, tmp_path_factory.mktemp("fresh") / "device"))

@@ -1,14 +1,15 @@
-"""tests/helpers/c_structures.py against the headers: names, order, offsets and sizes of fields."""
+"""tests/helpers/codec_libraries.py against the headers: names, order, offsets and sizes of
+fields."""
 
 import ctypes
 import re
 import shutil
 import subprocess
 
-import c_structures
+import codec_libraries
 import pytest
-from c_structures import MIRRORS
 from checkout import CSRC, ROOT
+from codec_libraries import MIRRORS
 
 
 def fields_of(text, name):
@@ -57,4 +58,4 @@ def test_no_other_file_mirrors_a_structure():
     paths = [
         path for folder in ("benchmarks", "gradckpt", "tests", "examples") for path in (ROOT / folder).rglob("*.py")
     ]
-    assert [str(path) for path in paths if mirror.search(path.read_text())] == [c_structures.__file__]
+    assert [str(path) for path in paths if mirror.search(path.read_text())] == [codec_libraries.__file__]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from codec_inputs import bits_of
-from direct_kernels import (
+from codec_kernels import (
     assert_same,
     check,
     check_everywhere,

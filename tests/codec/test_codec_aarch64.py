@@ -13,8 +13,8 @@ import sysconfig
 import codec_inputs
 import numpy as np
 import pytest
-from checkout import CSRC, HELPERS
-from codec_library import compile_codecs
+from checkout import CSRC, NATIVE
+from codec_libraries import compile_codecs
 
 from gradckpt import codecs
 
@@ -32,7 +32,7 @@ DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "bool": 3}  # gck_dtype
 
 def program(folder, cross=None):
     """csrc/codec and codec_bytes.c, without a library of that machine that runs it."""
-    objects = compile_codecs(folder, [HELPERS / "codec_bytes.c"], cross)
+    objects = compile_codecs(folder, [NATIVE / "codec_bytes.c"], cross)
     made = folder / "codec_bytes"
     subprocess.run([cross or "gcc", "-static", *objects, "-o", made, "-lm"], check=True)
     return made

@@ -5,11 +5,9 @@ import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from built import built_once
 from codec_inputs import DTYPES, Sparse, bits_of, tensor
-from codec_isas import ISAS, forced
-from codec_library import CodecLibrary
-from payload_arrays import whole
+from codec_libraries import ISAS, CodecLibrary, forced, whole
+from native_programs import built_once
 
 import gradckpt
 

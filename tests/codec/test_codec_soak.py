@@ -12,7 +12,7 @@ import shutil
 import subprocess
 
 import pytest
-from checkout import CODEC, CSRC, HELPERS
+from checkout import CODEC, CSRC, NATIVE
 
 GROUPS = 10_000_000
 FLAGS = shlex.split("-std=c11 -O2 -D_GNU_SOURCE -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror")
@@ -32,7 +32,7 @@ def build(folder):
         objects.append(folder / f"{path.stem}.o")
         subprocess.run([gcc, *FLAGS, *isa, *define, f"-I{CSRC}", "-c", path, "-o", objects[-1]], check=True)
     program = folder / "codec_parity"
-    main = HELPERS / "codec_parity.c"
+    main = NATIVE / "codec_parity.c"
     subprocess.run([gcc, *FLAGS, *define, f"-I{CSRC}", main, *objects, "-o", program, "-lm"], check=True)
     return program
 

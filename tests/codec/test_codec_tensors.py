@@ -12,13 +12,12 @@ import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from cases import case
 from checkout import CSRC
 from codec_inputs import DTYPES, bits_of, tensor
-from codec_isas import ISAS, forced
+from codec_libraries import ISAS, forced, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from payload_arrays import whole
+from processes import case
 
 import gradckpt
 

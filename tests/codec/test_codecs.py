@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from codec_inputs import DTYPES, bits_of, noise_set, sqnr, tensor
-from codec_isas import ISAS, LAYOUT, forced
-from direct_kernels import assert_same
-from payload_arrays import whole
+from codec_kernels import assert_same
+from codec_libraries import ISAS, LAYOUT, forced, whole
 
 import gradckpt
 from gradckpt import _C

@@ -1,4 +1,4 @@
-"""The device kernels, run on the CPU (tests/helpers/emulation), against the scalar reference.
+"""The device kernels, run on the CPU (tests/native), against the scalar reference.
 
 Both are built here from the sources and compared byte by byte: payloads, decoded
 values, and the bytes around them.  The kernels are built twice: as the oldest
@@ -14,21 +14,19 @@ import sys
 
 import numpy as np
 import pytest
-from c_structures import Dither
-from cases import case
 from codec_inputs import Sparse, huge_groups, uneven_rows, unusual
-from cuda_kernels import (
+from codec_kernels import (
     CODECS,
     DTYPES,
-    EMULATION,
     FORMATS,
     GROUP,
+    NATIVE,
     SANITIZERS,
     Case,
-    aligned,
+    aligned_bytes,
     build_kernels,
     build_reference,
-    check,
+    check_case,
     check_syntax,
     check_together,
     decode_many,
@@ -38,6 +36,8 @@ from cuda_kernels import (
     nbytes_of,
     view,
 )
+from codec_libraries import Dither
+from processes import case
 
 E_DTYPE, E_DEVICE, E_DRIVER = -1, -2, -3
 MOST_JOBS = 32  # of launch.cuh
@@ -136,7 +136,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 @every_codec
 @every_dtype
 def test_every_pattern(kernels, reference, codec, dtype):
-    check(kernels, reference, codec, dtype, patterns(dtype))
+    check_case(kernels, reference, codec, dtype, patterns(dtype))
 
 
 @every_codec
@@ -144,15 +144,15 @@ def test_every_pattern(kernels, reference, codec, dtype):
 def test_magnitudes_and_specials(kernels, reference, codec, dtype):
     for seed, magnitude in enumerate([1.0, 3e-6, 3e4, 1e-20, 1e-30, 1e-42, 1e20, 3e28]):
         for special in (0.0, 0.002, 0.03):
-            check(kernels, reference, codec, dtype, gaussian(dtype, 2000, magnitude, special, seed))
+            check_case(kernels, reference, codec, dtype, gaussian(dtype, 2000, magnitude, special, seed))
 
 
 @pytest.mark.parametrize("codec", ["fp8_e4m3", "fp8_e5m2"])
 @every_dtype
 def test_ampere(ampere, reference, codec, dtype):
-    check(ampere, reference, codec, dtype, patterns(dtype))
+    check_case(ampere, reference, codec, dtype, patterns(dtype))
     for special in (0.0, 0.03):
-        check(ampere, reference, codec, dtype, gaussian(dtype, 2000, 1.0, special), 1)
+        check_case(ampere, reference, codec, dtype, gaussian(dtype, 2000, 1.0, special), 1)
 
 
 @pytest.mark.parametrize("arch", [750, 800, 890, 1200])
@@ -165,13 +165,13 @@ def test_every_kernel_is_cxx_for(arch):
 @every_dtype
 def test_huge_values(kernels, reference, codec, dtype):
     """Several values beyond 1e30 in a group, finite and not."""
-    check(kernels, reference, codec, dtype, huge_groups(dtype, (1, 2, 3, 4, 6, 40, 128)))
+    check_case(kernels, reference, codec, dtype, huge_groups(dtype, (1, 2, 3, 4, 6, 40, 128)))
 
 
 @every_format
 @every_dtype
 def test_outliers(kernels, reference, codec, dtype):
-    check(kernels, reference, codec, dtype, outliers(dtype))
+    check_case(kernels, reference, codec, dtype, outliers(dtype))
 
 
 @every_format
@@ -181,8 +181,8 @@ def test_groups_that_are_not_ordinary(kernels, reference, codec, dtype):
     bits = unusual(dtype, groups=300)
     for dither in (None, Dither(5, 6, 1)):
         with case(dither):
-            check(kernels, reference, codec, dtype, bits[:-37], dither=dither)
-            check(kernels, reference, codec, dtype, bits[:2000], 1, *LAYOUTS["permuted"], dither=dither)
+            check_case(kernels, reference, codec, dtype, bits[:-37], dither=dither)
+            check_case(kernels, reference, codec, dtype, bits[:2000], 1, *LAYOUTS["permuted"], dither=dither)
 
 
 @every_format
@@ -194,7 +194,7 @@ def test_alone_and_constant(kernels, reference, codec, dtype):
     alone = np.zeros((sizes.size, GROUP), np.float32)
     alone[np.arange(sizes.size), np.arange(sizes.size) * 11 % GROUP] = sizes
     equal = np.repeat(-sizes[:, None], GROUP, axis=1)
-    check(kernels, reference, codec, dtype, to_bits(np.concatenate([alone, equal]).ravel(), dtype))
+    check_case(kernels, reference, codec, dtype, to_bits(np.concatenate([alone, equal]).ravel(), dtype))
 
 
 @every_codec
@@ -204,7 +204,7 @@ def test_at_the_limit(kernels, reference, codec, dtype):
     decoding must not round it up into an escape."""
     limit = {"float32": np.float32(1e30), "float16": 65472.0, "bfloat16": float.fromhex("0x1.92p99")}[dtype]
     values = np.random.default_rng(2).standard_normal(4 * GROUP, np.float32) * np.float32(limit)
-    check(kernels, reference, codec, dtype, to_bits(np.clip(values, -limit, limit), dtype))
+    check_case(kernels, reference, codec, dtype, to_bits(np.clip(values, -limit, limit), dtype))
 
 
 @pytest.mark.parametrize("codec", ["int8", "int6", "int4"])
@@ -219,7 +219,7 @@ def test_order_of_the_rotation(kernels, reference, codec):
     y = np.random.default_rng(3).integers(-120, 120, (40, GROUP)) + 0.5
     y[:, 0] = 127 - 1e-4  # the step becomes 1
     x = signs * (y @ hadamard) / GROUP
-    check(kernels, reference, codec, "float32", to_bits(x.ravel(), "float32"))
+    check_case(kernels, reference, codec, "float32", to_bits(x.ravel(), "float32"))
 
 
 @every_codec
@@ -227,7 +227,7 @@ def test_order_of_the_rotation(kernels, reference, codec):
 def test_tails_and_alignment(kernels, reference, codec, dtype):
     for n, misaligned in itertools.product([0, 1, 16, 127, 128, 129, 1000, 8193], [0, 1, 4]):
         with case(n, misaligned):
-            check(kernels, reference, codec, dtype, gaussian(dtype, n, 1.0, 0.001), misaligned)
+            check_case(kernels, reference, codec, dtype, gaussian(dtype, n, 1.0, 0.001), misaligned)
 
 
 LAYOUTS = {
@@ -247,7 +247,7 @@ def test_strided(kernels, reference, codec, dtype):
         n = int(np.prod(sizes))
         for bits in (gaussian(dtype, n, 1.0), gaussian(dtype, n, 1.0, 0.01), outliers(dtype)[:n]):
             with case(layout):
-                check(kernels, reference, codec, dtype, bits, 1, sizes, strides)
+                check_case(kernels, reference, codec, dtype, bits, 1, sizes, strides)
 
 
 @every_format
@@ -257,9 +257,9 @@ def test_rows(kernels, reference, codec, dtype):
     for width in (64, 65, 100, 127, 200):
         bits = uneven_rows(dtype, 24, width, width)  # each kind twice
         with case(width):
-            check(kernels, reference, codec, dtype, bits, 1, (24, width))
-            check(kernels, reference, codec, dtype, bits, 0, (24, width), (width + 3, 1))
-    check(kernels, reference, codec, dtype, bits, 1, (24, width), dither=Dither(5, 7, 3))
+            check_case(kernels, reference, codec, dtype, bits, 1, (24, width))
+            check_case(kernels, reference, codec, dtype, bits, 0, (24, width), (width + 3, 1))
+    check_case(kernels, reference, codec, dtype, bits, 1, (24, width), dither=Dither(5, 7, 3))
 
 
 @every_format
@@ -268,8 +268,10 @@ def test_stochastic_rounding(kernels, reference, codec, dtype):
     dither = Dither(0x123456789ABCDEF0, 7, 3)
     third = patterns(dtype).reshape(-1, GROUP)[::3].ravel()  # without noise all are compared
     for bits in (third, gaussian(dtype, 3001, 1.0, 0.002), gaussian(dtype, 2000, 1e-30), outliers(dtype, 60)):
-        check(kernels, reference, codec, dtype, bits, dither=dither)
-    check(kernels, reference, codec, dtype, gaussian(dtype, 2000, 1.0, 0.01), 1, *LAYOUTS["permuted"], dither=dither)
+        check_case(kernels, reference, codec, dtype, bits, dither=dither)
+    check_case(
+        kernels, reference, codec, dtype, gaussian(dtype, 2000, 1.0, 0.01), 1, *LAYOUTS["permuted"], dither=dither
+    )
 
 
 # ---- several tensors ----
@@ -370,7 +372,7 @@ def test_beyond_two_to_the_31(kernels, reference, codec, layout):
 
 @every_codec
 def test_refusals(kernels, codec):
-    buffer = aligned(8192)
+    buffer = aligned_bytes(8192)
     before = launches(kernels)
     nine = view(buffer, 0, 512, "float32", [2] * 9, [1 << d for d in range(9)])
     unknown = view(buffer, 0, 512, "float32")
@@ -386,7 +388,7 @@ def test_refusals(kernels, codec):
 def test_device_is_put_back(kernels, reference):
     current = ctypes.c_int.in_dll(kernels, "emulated_device")
     current.value = 0
-    check(kernels, reference, "int8", "bfloat16", gaussian("bfloat16", 300, 1.0))
+    check_case(kernels, reference, "int8", "bfloat16", gaussian("bfloat16", 300, 1.0))
     assert current.value == 0
     assert ctypes.c_int.in_dll(kernels, "emulated_launch_device").value == 1
 
@@ -483,7 +485,7 @@ def test_emulation_reports(tmp_path, mistake):
     (tmp_path / "mistake.cu").write_text(
         f"static __global__ void k(void) {{ {body} }} int main(void) {{ GCK_START(k, 1, 32, (cudaStream_t)0); }}"
     )
-    subprocess.run([gxx, "-x", "c++", "-std=c++17", "-include", EMULATION / "cuda_emulation.h",
+    subprocess.run([gxx, "-x", "c++", "-std=c++17", "-include", NATIVE / "cuda_emulation.h",
                     tmp_path / "mistake.cu", "-o", tmp_path / "mistake"], check=True)  # fmt: skip
     done = subprocess.run([tmp_path / "mistake"], capture_output=True, text=True, timeout=60)
     assert message in done.stderr

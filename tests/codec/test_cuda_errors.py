@@ -9,8 +9,8 @@ import ctypes
 
 import numpy as np
 import pytest
-from c_structures import Bytes
-from direct_kernels import E_DEVICE, E_DTYPE, Layout, aligned, nbytes
+from codec_kernels import E_DEVICE, E_DTYPE, Layout, aligned, nbytes
+from codec_libraries import Bytes
 
 INVALID_VALUE, NO_MEMORY, INVALID_CONFIGURATION, NO_DEVICE, MISALIGNED = 1, 2, 9, 101, 716
 CODECS = ("bf16", "mask", "lossless")

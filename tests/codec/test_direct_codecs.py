@@ -7,9 +7,8 @@ import direct_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from cases import case
 from codec_inputs import DTYPES, bits_of
-from direct_kernels import (
+from codec_kernels import (
     E_OVERFLOW,
     PAIRS,
     Layout,
@@ -23,6 +22,7 @@ from direct_kernels import (
     everywhere,
     nbytes,
 )
+from processes import case
 
 import gradckpt
 

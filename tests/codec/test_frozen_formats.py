@@ -10,7 +10,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from payload_arrays import whole
+from codec_libraries import whole
 
 from gradckpt import codecs
 from gradckpt._codec_names import RETIRED

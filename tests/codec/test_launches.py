@@ -8,7 +8,7 @@ import subprocess
 import sysconfig
 
 import pytest
-from checkout import CSRC, HELPERS
+from checkout import CSRC, NATIVE
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def probe(tmp_path_factory):
     library = tmp_path_factory.mktemp("launches") / "probe.so"
     subprocess.run([gcc, "-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE",
                     "-Wno-missing-field-initializers", f"-I{CSRC}", f"-I{headers}",
-                    HELPERS / "launch_probe.c",
+                    NATIVE / "launch_probe.c",
                     *(CSRC / "torch" / f"{name}.c" for name in ("calls", "error", "simulated")),
                     "-o", library], check=True)  # fmt: skip
     return ctypes.PyDLL(str(library))  # called with the GIL held

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from direct_kernels import (
+from codec_kernels import (
     check_everywhere,
 )
 

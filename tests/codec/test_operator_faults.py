@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from checkout import CSRC, HELPERS
+from checkout import CSRC, NATIVE
 
 OPERATORS = ("encode", "decode", "encode_many", "decode_many")
 
@@ -19,7 +19,7 @@ def operators(tmp_path_factory):
     library = tmp_path_factory.mktemp("operators") / "operators.so"
     subprocess.run([gcc, "-std=c11", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror",
                     "-Wno-missing-field-initializers", "-Wno-clobbered", "-D_GNU_SOURCE", f"-I{CSRC}",
-                    HELPERS / "operator_faults.c", "-o", library], check=True)  # fmt: skip
+                    NATIVE / "operator_faults.c", "-o", library], check=True)  # fmt: skip
     loaded = ctypes.CDLL(str(library))
     loaded.message.restype = ctypes.c_char_p
     return loaded

@@ -4,8 +4,8 @@ import ctypes
 
 import numpy as np
 import pytest
-from c_structures import Bytes, Lengths
-from direct_kernels import E_DEVICE, OVERFLOW_FOUND, OVERFLOW_NONE, OVERFLOW_PENDING, Layout, aligned, nbytes
+from codec_kernels import E_DEVICE, OVERFLOW_FOUND, OVERFLOW_NONE, OVERFLOW_PENDING, Layout, aligned, nbytes
+from codec_libraries import Bytes, Lengths
 from test_lossless import with_escapes
 
 NO_MEMORY = 2  # of the emulated cudaHostAlloc

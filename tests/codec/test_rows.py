@@ -1,18 +1,17 @@
 """Rows that do not end with a group: the shares of a group are scaled apart."""
 
+import codec_oracle
 import numpy as np
-import oracle_rows
 import pytest
 import torch
-from cases import case
 from codec_inputs import bits_of, tensor, uneven_rows
-from codec_isas import ISAS, forced
+from codec_libraries import ISAS, forced, whole
 from codec_oracle import decode, encode
-from payload_arrays import whole
+from processes import case
 
 import gradckpt
 
-every_codec = pytest.mark.parametrize("codec", oracle_rows.ROWS)
+every_codec = pytest.mark.parametrize("codec", codec_oracle.ROWS)
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 #: The least SQNR of a row, in dB.
 FLOORS = {"int8": 30, "int8_plain": 28, "int6": 20, "int4": 10}

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import case
-from codec_isas import ISAS, forced
+from codec_libraries import ISAS, forced
+from processes import case
 
 import gradckpt
 

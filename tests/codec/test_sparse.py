@@ -6,14 +6,14 @@ import mmap
 import sys
 
 import codec_oracle
+import direct_oracle as oracle
 import numpy as np
-import oracle_sparse as oracle
 import pytest
 import torch
-from cases import case
 from codec_inputs import DTYPES, bits_of, tensor
-from codec_isas import ISAS, forced
-from direct_kernels import OVERFLOW_FOUND, OVERFLOW_NONE, STRIDED, Layout, aligned, assert_same
+from codec_kernels import OVERFLOW_FOUND, OVERFLOW_NONE, STRIDED, Layout, aligned, assert_same
+from codec_libraries import ISAS, forced
+from processes import case
 
 import gradckpt
 
@@ -38,10 +38,10 @@ def payload_of(bits, dtype):
 
 def check(bits, dtype, what):
     payload = payload_of(bits, dtype)
-    assert_same(payload.codes.numpy(), oracle.encode("sparse", bits, dtype)[0], f"{what} payload")
+    assert_same(payload.codes.numpy(), oracle.encode_sparse("sparse", bits, dtype)[0], f"{what} payload")
     assert payload.nbytes == payload.codes.numel() <= bits.nbytes
     assert_same(bits_of(payload.decode()), bits, f"{what} decoded")
-    assert_same(oracle.decode("sparse", payload.codes.numpy(), bits.size, dtype), bits, f"{what} oracle")
+    assert_same(oracle.decode_sparse("sparse", payload.codes.numpy(), bits.size, dtype), bits, f"{what} oracle")
 
 
 # ---- values ----
@@ -91,7 +91,7 @@ def test_strides(dtype, layout):
 def test_threads(dtype):
     """Each has its own blocks, whose places are known before any is written."""
     bits = np.concatenate([values(300000, zeros, dtype) for zeros in (0.9, 0.1, 1.0, 0.5)])
-    want = oracle.encode("sparse", bits, dtype)[0]
+    want = oracle.encode_sparse("sparse", bits, dtype)[0]
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 7):
@@ -210,7 +210,7 @@ class OnDevice:
 def same(device_kernels):
     def run(bits, dtype, room, fits=True, layout=None):
         device = OnDevice(device_kernels, bits, dtype, room, layout)
-        want, wanted_fits = oracle.encode("sparse", bits, dtype, room)
+        want, wanted_fits = oracle.encode_sparse("sparse", bits, dtype, room)
         payload, (answer, part) = device.encode()
         assert_same(payload, want, "payload")
         assert (answer, wanted_fits) == (OVERFLOW_NONE if fits else OVERFLOW_FOUND, fits)
@@ -296,7 +296,7 @@ def test_damaged_payloads(device_kernels, dtype):
                 payload[head - 8 : head].view(np.uint64)[0] = 2**64 - 5
             else:
                 payload[own[damage]] = rng.integers(0, 256, payload[own[damage]].size)
-            want = oracle.decode("sparse", payload, n, dtype)
+            want = oracle.decode_sparse("sparse", payload, n, dtype)
             device = OnDevice(device_kernels, bits, dtype, payload.size)
             device.payload[: payload.size] = payload
             assert_same(device.decode(), want, damage)

@@ -2,15 +2,15 @@
 
 import itertools
 
+import direct_oracle as oracle
 import numpy as np
-import oracle_sparse_int8 as oracle
 import oracle_values
 import pytest
 import torch
-from cases import case
 from codec_inputs import DTYPES, bits_of, tensor
-from codec_isas import ISAS, forced
-from direct_kernels import OVERFLOW_FOUND, OVERFLOW_NONE, STRIDED, Layout, assert_same
+from codec_kernels import OVERFLOW_FOUND, OVERFLOW_NONE, STRIDED, Layout, assert_same
+from codec_libraries import ISAS, forced
+from processes import case
 from test_sparse import OnDevice, values
 
 import gradckpt
@@ -34,11 +34,11 @@ def payload_of(bits, dtype):
 
 def check(bits, dtype, what):
     payload = payload_of(bits, dtype)
-    want, _ = oracle.encode("sparse_int8", bits, dtype)
+    want, _ = oracle.encode_sparse_int8("sparse_int8", bits, dtype)
     assert payload.nbytes == want.size
     assert_same(payload.codes.numpy(), want, f"{what} payload")
     restored = bits_of(payload.decode())
-    assert_same(restored, oracle.decode("sparse_int8", want, bits.size, dtype), f"{what} decoded")
+    assert_same(restored, oracle.decode_sparse_int8("sparse_int8", want, bits.size, dtype), f"{what} decoded")
     return restored
 
 
@@ -112,7 +112,7 @@ def test_threads():
 def same(device_kernels):
     def run(bits, dtype, room, fits=True, layout=None):
         device = OnDevice(device_kernels, bits, dtype, room, layout, "sparse_int8")
-        want, wanted_fits = oracle.encode("sparse_int8", bits, dtype, room)
+        want, wanted_fits = oracle.encode_sparse_int8("sparse_int8", bits, dtype, room)
         payload, (answer, part) = device.encode()
         written = (
             slice(None) if not fits else slice(oracle.nbytes_of(np.count_nonzero(oracle.nonzeros(bits)), bits.size))

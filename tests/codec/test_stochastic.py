@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from codec_inputs import DTYPES, bits_of, tensor
-from codec_isas import ISAS, forced
-from direct_kernels import assert_same
-from oracle_rotation import INT6_LEVELS
-from payload_arrays import whole
+from codec_kernels import assert_same
+from codec_libraries import ISAS, forced, whole
+from oracle_values import INT6_LEVELS
 
 import gradckpt
 from gradckpt import CompressionConfig

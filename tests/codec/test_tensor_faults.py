@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkout import CSRC, HELPERS
+from checkout import CSRC, NATIVE
 
 INCLUDE = Path(sysconfig.get_path("include"))
 E_DEVICE, E_DRIVER, E_OVERFLOW, NO_MEMORY, ILLEGAL_ADDRESS = -2, -3, -4, 2, 700
@@ -34,7 +34,7 @@ def library(tmp_path_factory):
     made = tmp_path_factory.mktemp("tensors") / "tensors.so"
     subprocess.run([gcc, "-std=c11", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror",
                     "-Wno-missing-field-initializers", "-D_GNU_SOURCE", "-DPy_LIMITED_API=0x030B0000", f"-I{INCLUDE}",
-                    f"-I{CSRC}", HELPERS / "tensor_faults.c", CSRC / "torch" / "simulated.c",
+                    f"-I{CSRC}", NATIVE / "tensor_faults.c", CSRC / "torch" / "simulated.c",
                     "-o", made], check=True)  # fmt: skip
     return made
 

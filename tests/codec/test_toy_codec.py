@@ -10,9 +10,9 @@ import subprocess
 import sys
 
 import pytest
-from checkout import HELPERS, ROOT
+from checkout import NATIVE, ROOT
 
-TOYS = HELPERS / "toy_codecs"
+TOYS = NATIVE / "toy_codecs"
 COPIED = ("csrc", "gradckpt", "tests", "docs", "setup.py", "pyproject.toml", "README.md")
 #: Files whose tests go over gradckpt.codecs.names().
 TESTS = (
@@ -65,10 +65,10 @@ def test_the_tests_over_all_codecs_see_it(tree):
 
 
 def test_it_is_documented(tree):
-    table = tree("tests/helpers/codec_table.py")
+    table = tree("tests/helpers/pages.py")
     assert "| `planes` | 60 |" in table
     assert "| `int4_plain` | 61 |" in table
-    tree("tests/helpers/codec_table.py", "docs/codecs.md")
+    tree("tests/helpers/pages.py", "docs/codecs.md")
     tree("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/package/test_docs.py", "-k", "table_of_codecs")
 
 

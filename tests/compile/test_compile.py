@@ -5,10 +5,13 @@ import functools
 
 import pytest
 import torch
+from behaviours import saves_inputs_alone
 from compile_cases import (
     IDS,
     LAYERS,
     NUMEL,
+    PARTITIONS,
+    Graphs,
     Net,
     assert_same,
     body,
@@ -20,8 +23,6 @@ from compile_cases import (
     step,
     weight,
 )
-from compiled_graphs import PARTITIONS, Graphs
-from torchs_own import saves_inputs_alone
 
 import gradckpt
 from gradckpt import CompressionConfig

@@ -6,8 +6,7 @@ import functools
 
 import pytest
 import torch
-from compile_cases import IDS, LAYERS, Net, assert_same, fresh_dynamo, int8, step  # noqa: F401 (a fixture of every test here)
-from compiled_graphs import Graphs
+from compile_cases import IDS, LAYERS, Graphs, Net, assert_same, fresh_dynamo, int8, step  # noqa: F401 (a fixture of every test here)
 from torch import nn
 
 import gradckpt

@@ -3,17 +3,17 @@ at every level."""
 
 import pytest
 import torch
+from behaviours import SAVES_INPUTS_BY_A_NODE
 from compile_cases import (
     ASKS_POLICIES_BEFORE,
+    Graphs,
     assert_same,
     fresh_dynamo,  # noqa: F401 (a fixture of every test here)
     gradients,
     leaf,
     weight,
 )
-from compiled_graphs import Graphs
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
-from torchs_own import SAVES_INPUTS_BY_A_NODE
 
 import gradckpt
 from gradckpt._engine.selective import contexts_of

@@ -5,9 +5,8 @@ import warnings
 
 import pytest
 import torch
-from compile_cases import fresh_dynamo, needs_outputs  # noqa: F401
-from compiled_graphs import Graphs
-from kept_regions import torch_remat
+from compile_cases import Graphs, fresh_dynamo, needs_outputs  # noqa: F401
+from selective_ways import torch_remat
 
 import gradckpt
 from gradckpt import policies

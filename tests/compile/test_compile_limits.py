@@ -12,6 +12,7 @@ from checkout import HELPERS
 from compile_cases import (
     ASKS_POLICIES_BEFORE,
     IDS,
+    Graphs,
     Net,
     assert_same,
     body,
@@ -23,7 +24,6 @@ from compile_cases import (
     step,
     weight,
 )
-from compiled_graphs import Graphs
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 

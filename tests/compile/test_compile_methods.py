@@ -5,8 +5,7 @@ import sys
 
 import pytest
 import torch
-from compile_cases import fresh_dynamo, gradients, leaf, weight  # noqa: F401 (a fixture of every test here)
-from compiled_graphs import Graphs
+from compile_cases import Graphs, fresh_dynamo, gradients, leaf, weight  # noqa: F401 (a fixture of every test here)
 from torch import nn
 
 import gradckpt

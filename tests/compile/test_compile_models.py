@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiled_graphs import Graphs
+from compile_cases import Graphs
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import gradckpt

@@ -5,8 +5,7 @@ import warnings
 
 import pytest
 import torch
-from compile_cases import fresh_dynamo, needs_outputs  # noqa: F401 (a fixture of every test here)
-from compiled_graphs import Graphs
+from compile_cases import Graphs, fresh_dynamo, needs_outputs  # noqa: F401 (a fixture of every test here)
 
 import gradckpt
 from gradckpt import CompressionConfig, GradckptInactiveWarning

@@ -6,8 +6,14 @@ without the compiler.
 
 import pytest
 import torch
-from compile_cases import ASKS_POLICIES_BEFORE, fresh_dynamo  # noqa: F401
-from rewritten_graphs import AROUND, FUNCTIONS, WIDTH, passes
+from compile_cases import (  # noqa: F401
+    AROUND,
+    ASKS_POLICIES_BEFORE,
+    FUNCTION_WIDTH,
+    FUNCTIONS,
+    fresh_dynamo,
+    passes,
+)
 from torch.utils.checkpoint import checkpoint
 
 import gradckpt
@@ -26,7 +32,7 @@ BACKENDS = {"aot_eager": "aot_eager", "passes": passes(), "inductor": "inductor"
 
 
 def drawn(seed):
-    return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(FUNCTION_WIDTH, FUNCTION_WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 def gradients(function, around, regions, call, backend=None):

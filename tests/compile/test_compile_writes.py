@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from compile_cases import (
+    Graphs,
     assert_same,
     body,
     fresh_dynamo,  # noqa: F401 (a fixture of every test here)
@@ -15,7 +16,6 @@ from compile_cases import (
     needs_outputs,
     weight,
 )
-from compiled_graphs import Graphs
 from torch import nn
 
 import gradckpt

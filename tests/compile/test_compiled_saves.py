@@ -4,8 +4,11 @@ import functools
 
 import pytest
 import torch
-from compile_cases import fresh_dynamo  # noqa: F401 (a fixture of every test here)
-from compiled_graphs import PARTITIONS, Graphs
+from compile_cases import (  # noqa: F401 (a fixture of every test here)
+    PARTITIONS,
+    Graphs,
+    fresh_dynamo,
+)
 from torch import nn
 
 import gradckpt
@@ -13,7 +16,14 @@ from gradckpt._engine import torch_private
 
 transformers = pytest.importorskip("transformers")
 
-from compiled_saves import BLOCKS, Attention, Gated, Residual, error, gradients  # noqa: E402
+from tiny_models import (  # noqa: E402
+    BLOCKS,
+    Attention,
+    Gated,
+    Residual,
+    block_gradients,
+    error,
+)
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -33,16 +43,16 @@ def _no_graphs_of_other_runs(monkeypatch, tmp_path):
 
 
 def check(name, backend, dtype=torch.float32, bound=0.30, raw=True):
-    want, _, _ = gradients(name, dtype=dtype)
-    uncompiled, _, _ = gradients(name, "int8", dtype=dtype)
-    plain, plain_bytes, plain_loss = gradients(name, backend=backend, dtype=dtype)
+    want, _, _ = block_gradients(name, dtype=dtype)
+    uncompiled, _, _ = block_gradients(name, "int8", dtype=dtype)
+    plain, plain_bytes, plain_loss = block_gradients(name, backend=backend, dtype=dtype)
     own = error(plain, want)  # of the compiler, whose sums have another order
     if raw:  # it loses nothing; what is left is Inductor's order of sums
-        same, _, _ = gradients(name, "raw", backend, dtype)
+        same, _, _ = block_gradients(name, "raw", backend, dtype)
         assert gradckpt.stats()["compiled_tensors"]
         assert same.keys() == plain.keys()
         assert error(same, plain) <= (own / 10 + 1e-5 if backend == "inductor" else 0)
-    got, nbytes, loss = gradients(name, "int8", backend, dtype)
+    got, nbytes, loss = block_gradients(name, "int8", backend, dtype)
     # the forward is untouched, but for what Inductor fuses
     assert torch.allclose(loss, plain_loss, rtol=1e-5 if backend == "inductor" else 0, atol=0)
     assert error(got, want) <= 1.5 * error(uncompiled, want) + own + 1e-5

@@ -4,7 +4,7 @@ arguments torch parses, are counted where call_faults.c would let them fail."""
 import ctypes
 import sys
 
-import led_calls
+import native_programs
 import pytest
 import torch
 
@@ -25,7 +25,7 @@ def _names(names):
 
 @pytest.fixture(scope="module")
 def counter(tmp_path_factory):
-    library = ctypes.CDLL(str(led_calls.build(tmp_path_factory.mktemp("calls"))))
+    library = ctypes.CDLL(str(native_programs.led_library(tmp_path_factory.mktemp("calls"))))
     library.call_faults_begin.argtypes = [ctypes.c_long, ctypes.py_object]
     library.call_faults_end.restype = ctypes.c_long
     library.call_faults_install(str(_C.__file__).encode(), _names(CALLS), _names([]), _names([]), _names([]))

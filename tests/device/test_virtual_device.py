@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import virtual_device
-from c_structures import Bytes, DeviceKind, Tensor
 from checkout import HELPERS
-from codec_library import NUMBERS, CodecLibrary
+from codec_libraries import NUMBERS, Bytes, CodecLibrary, DeviceKind, Tensor
 from torch.utils.checkpoint import checkpoint
 
 

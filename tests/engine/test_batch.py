@@ -7,9 +7,8 @@ import threading
 
 import pytest
 import torch
-from c_structures import Bytes, How, Tensor
 from checkout import CODEC, CSRC
-from codec_library import FLAGS, NUMBERS
+from codec_libraries import FLAGS, NUMBERS, Bytes, How, Tensor
 from torch.utils import _pytree
 
 import gradckpt

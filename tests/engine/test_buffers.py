@@ -6,21 +6,12 @@ import functools
 import gc
 import weakref
 
-import norm_steps
 import pytest
+import small_models
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from _pytest.logging import LogCaptureHandler
-from norm_steps import (
-    FORMS,
-    OPAQUE,
-    RAW,
-    Norms,
-    both,
-    different,
-    plainly,
-    step,
-)
+from small_models import FORMS, OPAQUE, RAW_NORMS, Norms, both, different, plainly, step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +21,7 @@ from gradckpt._engine import buffers
 
 theirs = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
 
-_clean = norm_steps.nothing_left_behind
+_clean = small_models.nothing_left_behind
 
 
 # ---- once ----
@@ -74,7 +65,7 @@ def test_a_module_that_comes_later_is_found():
 
 
 OPTIONS = {
-    "compressed": {"compress": RAW},
+    "compressed": {"compress": RAW_NORMS},
     "whole recompute": {"early_stop": False},
     "reentrant": {"use_reentrant": True},
     "debug": {"debug": True},

@@ -5,18 +5,12 @@ import functools
 import sys
 import threading
 
-import norm_steps
 import pytest
+import small_models
 import torch
-from norm_steps import (
-    Norms,
-    different,
-    plainly,
-    step,
-)
-from processes import in_threads
+from processes import forget_handled_exception, in_threads
+from small_models import Norms, different, plainly, step
 from torch import nn
-from tracing import forget_handled_exception
 
 import gradckpt
 from gradckpt._engine import buffers
@@ -29,7 +23,7 @@ def _lock_of_its_own(monkeypatch):
     monkeypatch.setattr(buffers, "_lock", threading.RLock())
 
 
-_clean = norm_steps.nothing_left_behind
+_clean = small_models.nothing_left_behind
 
 
 # ---- threads ----

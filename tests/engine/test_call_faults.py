@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-import led_calls
+import native_programs
 import pytest
 from call_faults import CASES
 from checkout import HELPERS, ROOT
@@ -19,7 +19,7 @@ SHARES = 6
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return led_calls.build(tmp_path_factory.mktemp("call_faults"))
+    return native_programs.led_library(tmp_path_factory.mktemp("call_faults"))
 
 
 @pytest.mark.parametrize("share", range(SHARES))
@@ -34,7 +34,15 @@ def test_any_call_may_fail(library, share):
 def test_torch_may_refuse_to_register(library):
     """The import fails with what was refused, and so does the next one:
     half of the operators may be there."""
-    command = [sys.executable, "-X", "faulthandler", str(HELPERS / "import_faults.py"), str(library), _C.__file__]
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        str(HELPERS / "first_imports.py"),
+        "import_faults",
+        str(library),
+        _C.__file__,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     good, *refused = json.loads(done.stdout)

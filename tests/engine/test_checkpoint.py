@@ -7,13 +7,13 @@ import gc
 import weakref
 from collections import namedtuple
 
+import behaviours
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
-import torchs_own
 from _pytest.logging import LogCaptureHandler
-from python_callbacks import instead
+from call_faults import instead
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 import gradckpt
 from gradckpt._engine.callbacks import TABLE
 
-theirs = torchs_own.checkpoint
+theirs = behaviours.checkpoint
 compat = functools.partial(gradckpt.compat.checkpoint, use_reentrant=False)
 BOTH = pytest.mark.parametrize("ck", [theirs, gradckpt.checkpoint], ids=["torch", "gradckpt"])
 Pair = namedtuple("Pair", "a b")

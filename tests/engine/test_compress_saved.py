@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import in_threads
-from saved_models import (
+from small_models import (
     SMALL,
     activation,
     fresh,  # noqa: F401 (a fixture of every test here)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fw
 import torch.utils.checkpoint as torch_checkpoint
-from torchs_own import saves_inputs_alone
+from behaviours import saves_inputs_alone
 
 import gradckpt
 from gradckpt import CompressionConfig, policies

@@ -16,10 +16,9 @@ import threading
 
 import pytest
 import torch
-from alarm import Alarm
+from processes import Alarm, forget_handled_exception
 from torch.utils import _device
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
-from tracing import forget_handled_exception
 
 import gradckpt
 from gradckpt._engine import buffers

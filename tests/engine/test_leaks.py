@@ -15,8 +15,8 @@ import threading
 
 import pytest
 import torch
+from behaviours import BUILT_FOR_A_DEVICE
 from torch.utils.checkpoint import CheckpointError, GraphExecGroup
-from torchs_own import BUILT_FOR_A_DEVICE
 
 import gradckpt
 import gradckpt.compat

@@ -1,11 +1,11 @@
 """Programs in C of the store of bytes and of captured graphs with payloads, under gcc's sanitizers
-(helpers/offload_store.c, helpers/offload_graphs.c). Threads fill, hold and drop; calls of the file
+(native/offload_store.c, native/offload_graphs.c). Threads fill, hold and drop; calls of the file
 and requests for memory fail, each in turn; graphs are launched in turn with other work, and each
 read finds what the last launch has left."""
 
 import pytest
 import worlds
-from offload_programs import FAILING, SANITIZERS, STORE, lines_of, program
+from native_programs import FAILING, SANITIZERS, STORE, c_program, lines_of
 
 from gradckpt import _C
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 def run(sanitizer, folder, *fault, of_sources=(), **changed):
     """What a run prints; a sanitizer's report or a wrong byte fails."""
-    built = program("offload_store", *SANITIZERS[sanitizer], sources=STORE, of_sources=of_sources)
+    built = c_program("offload_store", *SANITIZERS[sanitizer], sources=STORE, of_sources=of_sources)
     (found,) = lines_of(built, folder, *(STEPS | changed).values(), *fault)
     assert "new" in found or found["memory_used"] == found["file_used"] == found["wrong"] == 0
     return found
@@ -108,7 +108,7 @@ pytestmark = pytest.mark.xdist_group("offload_graphs")
 
 
 def check(first, last, *directory, sanitizer="address"):
-    (found,) = lines_of(program("offload_graphs", *SANITIZERS[sanitizer]), first, last, *directory)
+    (found,) = lines_of(c_program("offload_graphs", *SANITIZERS[sanitizer]), first, last, *directory)
     bad = {name: found[name] for name in ("wrong", "misused", "errors", "leaks")}
     assert bad == dict.fromkeys(bad, 0)
     assert found["checked"] > 10 * (last - first)

@@ -1,12 +1,12 @@
 """The offloader on a device whose streams are queues of this process, late and in any order that
 the events allow: random programs, each call of the device and each request for memory failing, each
-edge (offload/event.h) left out, and free ranges beside a naive model (helpers/offload_*.c)."""
+edge (offload/event.h) left out, and free ranges beside a naive model (native/offload_*.c)."""
 
 import re
 
 import pytest
 from checkout import source
-from offload_programs import FAILING, LEAVE_OUT, SANITIZERS, lines_of, program
+from native_programs import FAILING, LEAVE_OUT, SANITIZERS, c_program, lines_of
 
 RANGES = ("space", "ranges", "event")
 
@@ -18,7 +18,7 @@ def edges():
 
 
 def link(sanitizer, *words):
-    (found,) = lines_of(program("offload_link", *SANITIZERS[sanitizer]), *words)
+    (found,) = lines_of(c_program("offload_link", *SANITIZERS[sanitizer]), *words)
     return found
 
 
@@ -49,7 +49,7 @@ def test_each_call_of_the_device_may_fail(seed, times):
 @pytest.mark.parametrize("seed", [57, 60])
 def test_more_calls_of_the_device_may_fail(seed):
     """The same for one call in seven, without a sanitizer."""
-    (found,) = lines_of(program("offload_link", *LEAVE_OUT), "fail", seed, 7, "once")
+    (found,) = lines_of(c_program("offload_link", *LEAVE_OUT), "fail", seed, 7, "once")
     assert found["wrong"] == found["races"] == found["bad_figures"] == 0
     assert found["errors"] > 0
 
@@ -60,7 +60,7 @@ def test_each_request_for_memory_may_fail(seed, times):
     """Or for a thread: an error that says why, or the payload is refused; never other bytes, no
     hang, and all is given back. When there is memory again, all is as before.
     """
-    built = program("offload_link", *SANITIZERS["address"], of_sources=FAILING)
+    built = c_program("offload_link", *SANITIZERS["address"], of_sources=FAILING)
     (found,) = lines_of(built, "memory", seed, 1, times)
     for key in ("wrong", "races", "bad_figures", "leaks", "unsaid"):
         assert found[key] == 0, key
@@ -73,7 +73,7 @@ def test_each_request_for_memory_may_fail(seed, times):
 
 def test_each_edge_is_necessary():
     """In a scenario for each, what has no order then gives wrong bytes, and is found as a race."""
-    found = lines_of(program("offload_edges", *SANITIZERS["address"], *LEAVE_OUT))
+    found = lines_of(c_program("offload_edges", *SANITIZERS["address"], *LEAVE_OUT))
     assert {each["scenario"]: each["number"] for each in found} == edges()
     for each in found:
         if each["edge"] == 0:
@@ -85,7 +85,7 @@ def test_each_edge_is_necessary():
 
 @pytest.mark.parametrize("edge", edges())
 def test_random_programs_find_an_edge_that_is_left_out(edge):
-    built = program("offload_link", *LEAVE_OUT)
+    built = c_program("offload_link", *LEAVE_OUT)
     (found,) = lines_of(built, "run", 1, 300 if edge == "MEMORY" else 40, "lazy", edges()[edge])
     assert found["races"] > 0
 
@@ -93,7 +93,7 @@ def test_random_programs_find_an_edge_that_is_left_out(edge):
 def test_free_ranges_are_those_of_a_naive_model():
     """Segments that are added out of order and join; parts in use that a stream takes, or the host
     waits for; their order is one of the edges."""
-    built = program("offload_space", *SANITIZERS["address"], *LEAVE_OUT, sources=RANGES)
+    built = c_program("offload_space", *SANITIZERS["address"], *LEAVE_OUT, sources=RANGES)
     (found,) = lines_of(built, 1, 60)
     assert found["different"] == found["races"] == 0
     assert min(found["takes"], found["refusals"], found["waits"], found["joins"]) > 0

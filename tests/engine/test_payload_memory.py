@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from forms import in_regions, saved
+from small_models import in_regions, saved
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode

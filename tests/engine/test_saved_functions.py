@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from checkout import ROOT
 from fused_functions import TWINS, error, function, inputs, norm, norm_block, step, within
-from saved_models import fresh  # noqa: F401 (a fixture of every test here)
+from small_models import fresh  # noqa: F401 (a fixture of every test here)
 
 import gradckpt
 from gradckpt import _C, CompressionConfig, compress_saved

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkout import ROOT
-from saved_models import (
+from small_models import (
     EXACT,
     SMALL,
     activation,

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from saved_models import (
+from small_models import (
     RAW,
     SMALL,
     Block,

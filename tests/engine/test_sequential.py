@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from norm_steps import RAW, different
+from small_models import RAW_NORMS, different
 from torch import nn
 
 import gradckpt
@@ -256,7 +256,7 @@ def plain_pairs(net, value):
     return value
 
 
-@pytest.mark.parametrize("compress", [None, RAW])
+@pytest.mark.parametrize("compress", [None, RAW_NORMS])
 @pytest.mark.parametrize("whole", [True, False], ids=["one object", "arguments"])
 def test_tuples(whole, compress):
     gradckpt.stats.reset()

@@ -3,7 +3,7 @@ most meanwhile; one restored buffer for arguments that lie in one memory."""
 
 import pytest
 import torch
-from forms import in_regions, saved
+from small_models import in_regions, saved
 
 import gradckpt
 from gradckpt import CompressionConfig

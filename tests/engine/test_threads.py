@@ -15,8 +15,8 @@ import time
 import processes
 import pytest
 import torch
+from call_faults import instead
 from processes import WAIT, alone
-from python_callbacks import instead
 from test_processes import grad_of, leaf
 from torch.utils.checkpoint import GraphExecGroup
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint

@@ -3,7 +3,7 @@ with warnings and a few leaks.
 
 ``pytest tests/equivalence --codec raw`` runs the folder with a codec without loss as the default of
 every call. What may come out otherwise then, and has to, is in
-tests/helpers/exact_codec_differences.py.
+tests/helpers/exact_codecs.py.
 """
 
 import warnings
@@ -13,7 +13,7 @@ import exact_codecs
 import pytest
 import torch
 import torch.utils.checkpoint
-from exact_codec_differences import difference_of
+from exact_codecs import difference_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

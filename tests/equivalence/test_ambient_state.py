@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from behaviours import behaviour, leaf
+from behaviours import behaviour, leaf, replays_devices
 from torch.utils.checkpoint import DefaultDeviceType
-from torchs_own import replays_devices
 
 
 @contextlib.contextmanager

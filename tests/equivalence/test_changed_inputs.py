@@ -1,9 +1,9 @@
 """Inputs changed between forward and backward: noticed exactly where torch notices it,
 in its words."""
 
+import behaviours
 import pytest
 import torch
-import torchs_own
 from behaviours import behaviour, leaf
 from torch.utils.checkpoint import CheckpointError
 
@@ -31,7 +31,7 @@ NOTICED = [("requires_grad_", "no grad")]
 @pytest.mark.parametrize("change", CHANGES)
 @behaviour
 def test_changed_input(run, change, kind):
-    if (change, kind) == ("detach_", "non-leaf") and torchs_own.SAVES_INPUTS_BY_A_NODE:
+    if (change, kind) == ("detach_", "non-leaf") and behaviours.SAVES_INPUTS_BY_A_NODE:
         pytest.skip("torch's checkpoint does not notice detach_() of an input")
     if (change, kind) in NOTICED:
         pytest.skip("gradckpt notices it: test_what_torch_does_not_notice_raises")

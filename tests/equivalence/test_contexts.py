@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
-from behaviours import behaviour, leaf, raises_in
+from behaviours import behaviour, leaf, raises_in, saves_inputs_alone, tells_contexts
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchs_own import saves_inputs_alone, tells_contexts
 
 
 class Noted:

@@ -5,9 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from behaviours import behaviour, leaf, raises_in
+from behaviours import behaviour, leaf, raises_in, tells_contexts
 from torch.utils.checkpoint import CheckpointError
-from torchs_own import tells_contexts
 
 # ---- bad calls ----
 

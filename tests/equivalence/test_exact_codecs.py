@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
-from exact_codec_differences import DIFFERENCES
-from exact_codecs import CODECS, CONFIGS, WAYS, by_default
-from processes import printed_by
+from exact_codecs import CODECS, CONFIGS, DIFFERENCES, WAYS, by_default
+from processes import case, printed_by
 from random_program_runs import Run, noticed
 from random_programs import LENGTH, features, program_of
 from test_changed_inputs import CHANGES

@@ -7,9 +7,8 @@ import weakref
 
 import pytest
 import torch
-from behaviours import OURS, behaviour, leaf
+from behaviours import OURS, behaviour, leaf, saves_inputs_alone
 from torch.multiprocessing.reductions import StorageWeakRef
-from torchs_own import saves_inputs_alone
 
 
 class Watch:

@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from exact_codecs import WAYS, Way
-from opinfo import Case, cases, operators
+from operator_samples import Case, cases, operators
 from processes import printed_by
 from torch.utils._pytree import tree_leaves
 

@@ -1,13 +1,12 @@
 """Other saved-tensor hooks around, inside and instead: save_on_cpu, user hooks, hooks disabled."""
 
 import torch
-from behaviours import behaviour, leaf
+from behaviours import behaviour, leaf, saves_inputs_alone
 from torch.autograd.graph import (
     allow_mutation_on_saved_tensors,
     disable_saved_tensors_hooks,
     saved_tensors_hooks,
 )
-from torchs_own import saves_inputs_alone
 
 
 class Noting(saved_tensors_hooks):

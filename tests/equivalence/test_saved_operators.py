@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from opinfo import cases, operators
+from operator_samples import cases, operators
 from processes import printed_by
 from torch.utils._pytree import tree_leaves, tree_map
 

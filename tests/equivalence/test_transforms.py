@@ -4,10 +4,9 @@ refused or passed on exactly as torch does."""
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from behaviours import behaviour, freeze, leaf
+from behaviours import SAVES_INPUTS_BY_A_NODE, behaviour, freeze, leaf, saves_inputs_alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
-from torchs_own import SAVES_INPUTS_BY_A_NODE, saves_inputs_alone
 
 
 def outcome(run, action):

@@ -4,17 +4,17 @@ deepspeed_checks.py checks."""
 import subprocess
 import sys
 
-import frameworks
+import processes
 import pytest
 import torch
 import worlds
-from checkout import EXAMPLES, SCRIPTS
+from checkout import EXAMPLES, HELPERS
 
 LAYERS, STEPS = 3, 3
 
 
 def environment():
-    return {**frameworks.environment(frameworks.ENGINES), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return {**processes.environment(processes.ENGINES), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 def call(*command):
@@ -26,7 +26,7 @@ def call(*command):
 
 
 def test_the_names_of_its_checkpointing():
-    out = call("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", SCRIPTS / "deepspeed_checks.py")
+    out = call("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", HELPERS / "deepspeed_checks.py")
     assert " passed" in out
     assert "skipped" not in out
 
@@ -34,7 +34,7 @@ def test_the_names_of_its_checkpointing():
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks") / "runs"
-    done = worlds.torchrun(SCRIPTS / "deepspeed_ranks.py", out, env=environment(), timeout=500)
+    done = worlds.torchrun(HELPERS / "deepspeed_checks.py", out, env=environment(), timeout=500)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return torch.load(out)
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import compiled_blocks
 import pytest
 import torch
-from checkout import SCRIPTS
-from launcher import LAUNCH, call
+from checkout import PROGRAMS
 from peft import LoraConfig
+from worlds import LAUNCH, call
 
 import gradckpt
 
@@ -189,7 +189,7 @@ def test_enable_names_the_line():
 
 
 def test_an_unchanged_script_under_the_launcher(tmp_path, monkeypatch):
-    script = SCRIPTS / "diffusers_loop.py"
+    script = PROGRAMS / "diffusers_loop.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--save", str(tmp_path / "stock.pt")])
     runpy.run_path(str(script), run_name="__main__")
     done = call(*LAUNCH, "--compress", "int8", script, "--save", tmp_path / "int8.pt", cwd=tmp_path)

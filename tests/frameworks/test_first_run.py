@@ -11,13 +11,13 @@ import re
 import subprocess
 import sys
 
-import frameworks
+import processes
 import pytest
 import torch
-from checkout import EXAMPLES, HELPERS, ROOT, SCRIPTS
+from checkout import EXAMPLES, HELPERS, PROGRAMS, ROOT
 
 FOLDER = EXAMPLES / "first_run"
-FRONT_END = HELPERS / "front_end"
+FRONT_END = PROGRAMS / "front_end"
 PAGE = (ROOT / "docs" / "start.md").read_text()
 
 NAMES = sorted(path.stem for path in (FOLDER / "before").glob("*.py"))
@@ -63,7 +63,7 @@ def train(folder, programs, environment=None, before=(), warnings=CLEAN):
     env = environment or {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS)))}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONWARNINGS"] = ",".join(warnings)
-    command = [sys.executable, *before, SCRIPTS / "first_run_probe.py", "out.pt", *programs]
+    command = [sys.executable, *before, PROGRAMS / "first_run_probe.py", "out.pt", *programs]
     done = subprocess.run(
         [str(each) for each in command], cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
@@ -78,7 +78,7 @@ def trained(tmp_path_factory):
     for names, where in (
         (("nano_gpt", "unet"), {}),
         (("lora", "sft", "dpo", "grpo"), {"warnings": OF_LIBRARIES}),
-        (("vit",), {"environment": frameworks.environment(), "before": [HELPERS / "torchvision_operators.py"]}),
+        (("vit",), {"environment": processes.environment(), "before": [PROGRAMS / "torchvision_operators.py"]}),
     ):
         folder = tmp_path_factory.mktemp(names[0])
         scripts = [FOLDER / how / f"{name}.py" for how in ("before", "after") for name in names]

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import worlds
-from checkout import HELPERS, ROOT, SCRIPTS
+from checkout import HELPERS, ROOT
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.fsdp import _activation_checkpointing_kwargs, _setup_activation_checkpointing
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -441,7 +441,7 @@ def environment():
 def ranks(tmp_path_factory):
     """What each of two ranks wrote: fits by strategy and kind."""
     out = tmp_path_factory.mktemp("ranks") / "fits"
-    script = SCRIPTS / "lightning_ranks.py"
+    script = HELPERS / "lightning_modules.py"
     done = worlds.torchrun(script, out, env=environment(), timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(f"{out}.{rank}") for rank in (0, 1)]

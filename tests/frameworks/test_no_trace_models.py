@@ -9,7 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from planned_nets import measured_briefly
+from small_models import measured_briefly
 
 pytest.importorskip("diffusers")
 

@@ -7,15 +7,14 @@ import os
 import pickle
 import sys
 
+import model_families
 import pytest
 import torch
-import transformers_names
 from checkout import EXAMPLES
-from handles import config_of
 from packaging.version import Version
+from small_models import config_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-import model_families
 import peft
 from model_families import FAMILIES, errors, nonzero, stock
 from transformers.integrations.peft import MIN_PEFT_VERSION
@@ -216,11 +215,11 @@ def test_copies(way):
 def test_off_and_on(made):
     """As TRL does around generation, on PEFT's object."""
     model, _ = made()
-    transformers_names.turn_off(model)
+    model_families.turn_off(model)
     assert compressed(model) == 0
-    transformers_names.turn_on(model)
+    model_families.turn_on(model)
     assert compressed(model) == COMPRESSED
-    transformers_names.turn_on(model, {"use_reentrant": False})
+    model_families.turn_on(model, {"use_reentrant": False})
     assert compressed(model) == COMPRESSED
 
 

@@ -5,12 +5,11 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import model_families
 import pytest
 import torch
 import transformers
-import transformers_names
 from datasets import Dataset
-from handles import config_of
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -20,6 +19,7 @@ from sentence_transformers.cross_encoder import CrossEncoder, CrossEncoderTraine
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from small_models import config_of
 
 import gradckpt
 
@@ -72,7 +72,7 @@ def train(model, folder, kwargs):
         max_steps=STEPS,
         per_device_train_batch_size=4,
         learning_rate=1e-3,
-        **transformers_names.flag(kwargs),
+        **model_families.flag(kwargs),
         report_to=[],
         save_strategy="no",
         logging_strategy="no",

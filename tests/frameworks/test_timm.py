@@ -1,7 +1,7 @@
 """timm: families of its models under gradckpt.patched and gradckpt.enable,
 beside their own checkpointing.
 
-timm needs torchvision, which may not be in the tests' own site-packages (frameworks.py): what is
+timm needs torchvision, which may not be in the tests' own site-packages (processes.py): what is
 looked at here was measured by one program in a process of its own.
 """
 
@@ -9,9 +9,9 @@ import json
 import subprocess
 import sys
 
-import frameworks
+import processes
 import pytest
-from checkout import HELPERS, SCRIPTS
+from checkout import PROGRAMS
 
 #: family -> (regions of a step, the largest error of the gradients with int8). A ResNet is all ReLU
 #: and batch norm, and at random weights every small change of its inputs is a large one of its
@@ -28,8 +28,8 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def measured():
-    program = [HELPERS / "torchvision_operators.py", SCRIPTS / "timm_families.py"]
-    env = {**frameworks.environment(), "OMP_NUM_THREADS": "1"}
+    program = [PROGRAMS / "torchvision_operators.py", PROGRAMS / "timm_families.py"]
+    env = {**processes.environment(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, program)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from kept_regions import Block, Plain, X, chain, checkpointed, counter, nested, run, torch_remat, ways
+from selective_ways import KeptBlock, Plain, X, checkpointed, counter, in_sequence, nested, run, torch_remat, ways
 
 import gradckpt
 from gradckpt._engine import kept_calls
@@ -15,7 +15,7 @@ from gradckpt._engine import remat as ours
 remat = torch_remat()
 
 CALLS = counter()
-BLOCK, PLAIN = Block(remat.region, CALLS), Plain(CALLS)
+BLOCK, PLAIN = KeptBlock(remat.region, CALLS), Plain(CALLS)
 MODULES = (BLOCK, PLAIN)
 
 EXACT = {"kept": 1, "again": 1, "block": 1}
@@ -166,8 +166,8 @@ def test_a_kept_region_of_a_region_that_runs_again_warns(outer, inner, monkeypat
     if outer is theirs and inner is theirs:
         pytest.skip("torch_remat raises")
     monkeypatch.setattr(BLOCK, "p", 0.0)
-    nested = outer(chain(inner(BLOCK), torch.cos))
-    expected = run(chain(BLOCK, torch.cos), MODULES, CALLS)
+    nested = outer(in_sequence(inner(BLOCK), torch.cos))
+    expected = run(in_sequence(BLOCK, torch.cos), MODULES, CALLS)
     with pytest.warns(gradckpt.GradckptInactiveWarning, match="runs again"):
         ran = run(nested, MODULES, CALLS)
     assert ran.backward["kept"] == 1
@@ -247,8 +247,8 @@ def test_two_results_and_containers():
 
 def test_threads():
     expected, failed = run(BLOCK, MODULES, CALLS), []
-    blocks = [Block(remat.region, counter(), 0.0) for _ in range(4)]
-    reference = Block(remat.region, counter(), 0.0)
+    blocks = [KeptBlock(remat.region, counter(), 0.0) for _ in range(4)]
+    reference = KeptBlock(remat.region, counter(), 0.0)
 
     def train(block):
         for _ in range(10):

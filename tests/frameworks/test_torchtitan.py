@@ -3,15 +3,15 @@
 import subprocess
 import sys
 
-import frameworks
+import processes
 import pytest
-from checkout import EXAMPLES, SCRIPTS
+from checkout import EXAMPLES, PROGRAMS
 
-CHECKS = SCRIPTS / "torchtitan_checks.py"
+CHECKS = PROGRAMS / "torchtitan_checks.py"
 
 
 def call(*command):
-    env = {**frameworks.environment(frameworks.ENGINES), "OMP_NUM_THREADS": "1"}
+    env = {**processes.environment(processes.ENGINES), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, command)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The policies for torchtitan's main branch, on a stand-in for it (helpers/torchtitan_main)."""
+"""The policies for torchtitan's main branch, on a stand-in for it (programs/torchtitan_main)."""
 
 import collections
 import importlib
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from checkout import HELPERS
+from checkout import PROGRAMS
 
 import gradckpt
 
@@ -33,7 +33,7 @@ def forget():
 
 @pytest.fixture
 def titan(monkeypatch):
-    monkeypatch.syspath_prepend(str(HELPERS / "torchtitan_main"))
+    monkeypatch.syspath_prepend(str(PROGRAMS / "torchtitan_main"))
     forget()
     from torchtitan.protocols.module import Module
 

@@ -12,11 +12,10 @@ import peft
 import pytest
 import torch
 import transformers
-import transformers_names
 import trl
 from datasets import Dataset
-from handles import config_of
 from model_families import FAMILIES, VOCAB
+from small_models import config_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
@@ -52,7 +51,7 @@ def finetune(model, folder, kwargs, adapters=None):
         max_steps=STEPS,
         per_device_train_batch_size=2,
         learning_rate=1e-3,
-        **transformers_names.flag(kwargs),
+        **model_families.flag(kwargs),
         logging_steps=1,
         max_length=32,
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -130,7 +129,7 @@ def test_generation_between_steps(model, adapters, kwargs):
     model = accelerator.prepare(model)
     for _ in range(3):
         with unwrap_model_for_generation(model, accelerator, gradient_checkpointing_kwargs=kwargs) as unwrapped:
-            assert not transformers_names.is_on(unwrapped)
+            assert not model_families.is_on(unwrapped)
             with torch.no_grad():
                 unwrapped.generate(
                     input_ids=torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, do_sample=False, pad_token_id=0

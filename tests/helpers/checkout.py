@@ -5,8 +5,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 HELPERS = TESTS / "helpers"
-SCRIPTS = HELPERS / "scripts"
-EMULATION = HELPERS / "emulation"
+NATIVE = TESTS / "native"
+PROGRAMS = TESTS / "programs"
 EXAMPLES = ROOT / "examples"
 CSRC = ROOT / "csrc"
 CODEC = CSRC / "codec"

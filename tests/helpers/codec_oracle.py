@@ -3,40 +3,45 @@
 Written from the text at the top of group.h and docs/codecs.md, by other means than
 the C: FP8 by searching the table of all values, the rotation by explicit matrices, integers by
 the exact product in float64, levels by searching lists. It is slow and short. Values travel as
-the bits of their dtype; noise is uint16 [G, 128], None: to nearest.
-"""
+the bits of their dtype; noise is uint16 [G, 128], None: to nearest."""
 
 import importlib.util
+import itertools
 
 import direct_oracle
 import numpy as np
-import oracle_rows
-from oracle_centred import centre, decode_centred, encode_centred, of_one_sign
-from oracle_classes import decode_classes, encode_classes, plain_or_clusters, two_classes
-from oracle_rotation import (
-    HADAMARD,
-    STAGES,
-    decode_int4,
-    decode_rotated,
-    encode_int4,
-    encode_rotated,
-    signs_of,
+from oracle_groups import (
+    centre,
+    decode_centred,
+    decode_classes,
+    encode_centred,
+    encode_classes,
+    of_one_sign,
+    plain_or_clusters,
+    two_classes,
 )
 from oracle_values import (
     BITS,
     F32,
     FORMATS,
+    HADAMARD,
     LARGE,
     LIMIT,
     MAX,
     ROTATED,
+    STAGES,
     TINY,
     WORDS,
     WORDS_BESIDE,
     Fp8,
+    decode_int4,
+    decode_rotated,
+    encode_int4,
+    encode_rotated,
     kind,
     pack,
     power,
+    signs_of,
     to_bits,
     to_float,
     unpack,
@@ -252,10 +257,10 @@ def encode(codec, bits, dtype, noise=None, shape=()):
     groups = -(-bits.size // GROUP)
     x = np.zeros(groups * GROUP, F32)
     x[: bits.size] = to_float(bits, dtype)
-    rows, length = np.zeros(0, np.uint8), oracle_rows.row_of(codec, shape)
+    rows, length = np.zeros(0, np.uint8), row_of(codec, shape)
     with np.errstate(all="ignore"):
         if length:
-            x[: bits.size], rows = oracle_rows.scale(x[: bits.size], length, dtype)
+            x[: bits.size], rows = scale(x[: bits.size], length, dtype)
         packed, words = encode_groups(codec, x.reshape(groups, GROUP), dtype, noise)
     return np.concatenate([packed.ravel(), words.ravel().astype("<u2").view(np.uint8), rows])
 
@@ -316,12 +321,12 @@ def decode_groups(codec, packed, words, dtype):
 
 def decode(codec, payload, numel, dtype, shape=()):
     """The decoded values, as bits of `dtype`."""
-    length = oracle_rows.row_of(codec, shape)
+    length = row_of(codec, shape)
     if length:
         rows = payload[payload.size - numel // length :]
         decoded = decode(codec, payload[: payload.size - rows.size], numel, dtype)
         with np.errstate(all="ignore"):
-            return oracle_rows.unscale(decoded, rows, length, dtype)
+            return unscale(decoded, rows, length, dtype)
     if codec == "raw":
         return payload.view(WORDS[dtype]).copy()
     if codec not in FORMATS:
@@ -336,3 +341,77 @@ def decode(codec, payload, numel, dtype, shape=()):
     if dtype == "float16":
         out = np.where(escape, out, np.clip(out, -LIMIT[dtype], LIMIT[dtype]))
     return to_bits(out.ravel()[:numel], dtype)
+
+
+# ---- Rows that do not end with a group: the shifts of their shares, from the text of rows.h.
+#
+# Slow and by other means than the C: sorted lists in place of counts.
+
+#: The codecs that scale rows apart.
+ROWS = ("int8", "int8_plain", "int6", "int4")
+
+
+def row_of(codec, shape):
+    """The length of rows that count, or 0."""
+    length = shape[-1] if len(shape) > 1 and codec in ROWS else 0
+    return length if length >= 64 and length % GROUP else 0
+
+
+def level(keys):
+    """The level of a share."""
+    keys = sorted((int(k) for k in keys), reverse=True)
+    values = [k for k in keys if k > 0]
+    if not values:
+        return 0
+    found = values[len(values) // 16]
+    gap = 32 if len(values) >= 8 else 80
+    for _ in range(2):
+        below = [k for k in values if k < found - gap]
+        if below and not [k for k in values if found - gap <= k < found - 4]:
+            found = below[0]
+    return found
+
+
+def shares_of(group, length, numel):
+    """[(row, first value, end)] of a group, in values of the tensor."""
+    first, end = group * GROUP, min(group * GROUP + GROUP, numel)
+    cuts = [first, *range((first // length + 1) * length, end, length), end]
+    return [(a // length, a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def shifts_of(x, shares, dtype):
+    parts = [x[a:b] for _, a, b in shares]
+    if any((~(np.abs(p) <= LIMIT[dtype])).any() for p in parts):
+        return [0] * len(parts)
+    keys = [p.view(np.uint32) >> 20 & 0x7FF for p in parts]
+    levels, largest = [level(k) for k in keys], [int(k.max()) for k in keys]
+    reach = [a + max(max(largest) - b - 1, 0) for a, b in zip(levels, largest, strict=True) if a > 0]
+    common = min([max(levels), *reach])
+    shifts = [min(max(common - a, 0) // 8, 120) if a > 0 else 0 for a in levels]
+    return [s - min(shifts) for s in shifts]
+
+
+def scale(x, length, dtype):
+    """The values as they are encoded, and the byte of each row."""
+    x, rows = x.copy(), np.zeros(x.size // length, np.int8)
+    for group in range(-(-x.size // GROUP)):
+        shares = shares_of(group, length, x.size)
+        if len(shares) > 1:
+            shifts = shifts_of(x, shares, dtype)
+            for k, (row, a, b) in enumerate(shares):
+                x[a:b] *= F32(2.0 ** shifts[k])
+                if k:
+                    rows[row] = shifts[k] - shifts[k - 1]
+    return x, rows.view(np.uint8)
+
+
+def unscale(bits, rows, length, dtype):
+    """Decoded values, as bits of `dtype`, scaled back."""
+    x = to_float(bits, dtype)
+    for group in range(-(-x.size // GROUP)):
+        shares, shifts = shares_of(group, length, x.size), [0]
+        shifts += [int(rows.view(np.int8)[row]) for row, _, _ in shares[1:]]
+        shifts = np.cumsum(shifts)
+        for s, (_, a, b) in zip(shifts - shifts.min(), shares, strict=True):
+            x[a:b] *= F32(2.0 ** -int(s))
+    return np.where(to_float(bits, dtype) == x, bits, to_bits(x, dtype))

@@ -11,10 +11,10 @@ import sys
 import time
 import warnings
 
+import model_families
 import torch
 import transformers
-import transformers_names
-from rewritten_graphs import passes
+from compile_cases import passes
 
 import gradckpt
 
@@ -305,7 +305,7 @@ def turn_torchs_on(model):
     if hasattr(model, "enable_gradient_checkpointing"):
         model.enable_gradient_checkpointing()
     elif model.supports_gradient_checkpointing:
-        transformers_names.turn_on(model, {"use_reentrant": False})
+        model_families.turn_on(model, {"use_reentrant": False})
 
 
 def _differentiable(output):

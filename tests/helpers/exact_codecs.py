@@ -2,12 +2,12 @@
 what runs with them must be what runs without.
 
 ``WAYS`` are replacements for ``checkpoint(function, *args, **kwargs)``: each with every floating
-tensor as a payload, and the same without compression, to the last bit the same.
-"""
+tensor as a payload, and the same without compression, to the last bit the same."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -107,3 +107,97 @@ for _codec in CODECS:
     WAYS[f"patched {_codec}"] = Way(functools.partial(_patched, _config), _theirs)
     WAYS[f"saved {_codec}"] = Way(functools.partial(_saved, _kept), _plain)
     WAYS[f"selective {_codec}"] = Way(functools.partial(_selective, _config), functools.partial(_selective, None))
+
+
+# ---- Which tests of tests/equivalence come out otherwise with a codec without loss as the
+# default of every call, and why.
+#
+# All others have to pass, and these have to fail (``pytest tests/equivalence --codec raw``,
+# conftest.py there): with what they return, the gradients, as torch's nevertheless, unless
+# ``values`` says that these differ as well.
+
+
+class Difference(NamedTuple):
+    why: str
+    tests: dict[str, str]  # name: a regular expression for the parameters
+    values: bool = False
+
+
+ALL = ".*"
+
+DIFFERENCES = (
+    Difference(
+        # test_exact_codecs.py compares with no checkpoint and no write.
+        "an input that is written to after the region's function, or by it, has the values of the forward again",
+        {
+            # What does not change values: .grad, and flags that torch lets pass.
+            "test_changed_input": "[^-]*-(?!grad-|detach_-(no grad|view of one)|requires_grad_-(non|view)).*",
+            "test_changed_input_that_is_not_positional_goes_unnoticed": ".*-(keyword|container)",
+            "test_changed_input_of_a_nested_region_when_the_parent_is_no_region": ALL,
+            "test_changed_input_under_anomaly_mode": ALL,
+            "test_input_changed_by_the_function_itself": ALL,
+            "test_input_that_needs_no_gradient_changed_by_the_function": ALL,
+            "test_keyword_changed_by_the_function_is_changed_again": ALL,
+            "test_a_list_changed_after_the_forward_is_seen_by_the_recompute": ALL,
+        },
+        values=True,
+    ),
+    Difference(
+        "what a payload restores is as in the forward: a change of the argument since is none",
+        {
+            "test_what_torch_does_not_notice_raises": "requires_grad_-no grad",
+            "test_versions_of_tensors": "by reference",
+            "test_attributes_of_tensors": "by reference",
+            "test_what_a_region_has_copies_of_does_not_count": ALL,
+            "test_without_debug_and_in_compat_changes_are_silent_as_in_torch": ALL,
+        },
+        values=True,
+    ),
+    Difference(
+        "compat has no compress=, which is what the default turns on",
+        {"test_only_gradckpts_own_checkpoint_knows_warn": ALL},
+        values=True,
+    ),
+    Difference(
+        "an input that is a payload is no saved tensor: autograd does not refuse inference tensors",
+        {"test_inference_tensor_as_an_argument": ALL},
+        values=True,
+    ),
+    Difference(
+        "hooks around the region must return the bytes that they are given",
+        {"test_outer_hooks_that_change_the_input": ALL, "test_outer_hooks_that_change_the_shape": ALL},
+        values=True,
+    ),
+    Difference(
+        "hooks around the region are given bytes, those of tensors in keywords and containers, too",
+        {
+            "test_hooks_around_the_forward_see_the_inputs": ALL,
+        },
+    ),
+    Difference(
+        "the recompute's input is another tensor, no view, and no result of an operator of the caller's",
+        {"test_identity_and_metadata_of_an_argument": ".*-(leaf|non-leaf|view)"},
+    ),
+    Difference(
+        "inputs that are payloads are free after the forward",
+        {"test_graph_dies": ALL, "test_inputs_are_freed_part_by_part": ALL},
+    ),
+    Difference(
+        "modes see the operator that makes room for bytes and values",
+        {
+            "test_mode_around_everything": ALL,
+            "test_mode_around_the_forward_only": ALL,
+        },
+    ),
+    Difference(
+        "what is traced is kept, and its size asked for stats(): the values of the graph have other numbers",
+        {"test_jit_trace": ALL},
+    ),
+)
+
+
+def difference_of(name: str) -> Difference | None:
+    """`name`: ``test_name[parameters]``."""
+    test, _, parameters = name.removesuffix("]").partition("[")
+    found = [d for d in DIFFERENCES if test in d.tests and re.fullmatch(d.tests[test], parameters)]
+    return found[0] if found else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harmless_steps import SIZE, Of, cached, kind
+from harmless_steps import SIZE, Of, cached, maker
 from torch import nn
 
 
@@ -22,12 +22,12 @@ def _linear() -> nn.Linear:
     return nn.Linear(SIZE, SIZE)
 
 
-@kind
+@maker
 def _contiguous_copy_of_a_parameter() -> Any:
     return cached(lambda h, x, w, v: w.detach().t().contiguous(), lambda h, copy, x, w, v: (h @ copy).tanh() @ w)
 
 
-@kind
+@maker
 def _lazily_made_buffer() -> Any:
     class Lazy(nn.Module):
         def forward(self, h: Any) -> Any:
@@ -39,13 +39,13 @@ def _lazily_made_buffer() -> Any:
     return lambda h, x, w, v: module(h)
 
 
-@kind
+@maker
 def _lazy_linear() -> Any:
     module = nn.LazyLinear(SIZE)
     return Of(module, lambda h, x, w, v: module(h).tanh())
 
 
-@kind
+@maker
 def _lazily_made_parameter() -> Any:
     class Lazy(nn.Module):
         def __init__(self) -> None:
@@ -61,13 +61,13 @@ def _lazily_made_parameter() -> Any:
     return Of(module, lambda h, x, w, v: module(h))
 
 
-@kind
+@maker
 def _running_statistics() -> Any:
     norm = nn.BatchNorm1d(SIZE)
     return Of(norm, lambda h, x, w, v: norm(h).sin())
 
 
-@kind
+@maker
 def _gathered_parameter() -> Any:
     """A shard gathered into a fresh tensor at each run."""
 
@@ -90,12 +90,12 @@ class _Gather(torch.autograd.Function):
         return grad
 
 
-@kind
+@maker
 def _gathered_by_a_function() -> Any:
     return lambda h, x, w, v: F.gelu(F.linear(h, _Gather.apply(w))) @ v
 
 
-@kind
+@maker
 def _storage_freed_and_filled() -> Any:
     """As FSDP and ZeRO-3: a parameter's storage is empty outside the run, whose address changes."""
     module = _Weighted(torch.linspace(-1, 1, SIZE * SIZE).view(SIZE, SIZE))
@@ -115,7 +115,7 @@ def _storage_freed_and_filled() -> Any:
     return Of(module, step)
 
 
-@kind
+@maker
 def _data_exchanged() -> Any:
     """A parameter gets a fresh tensor as its data at each run."""
     module = _Weighted(torch.zeros(SIZE, SIZE))
@@ -129,7 +129,7 @@ def _data_exchanged() -> Any:
     return Of(module, step)
 
 
-@kind
+@maker
 def _parameters_swapped_in() -> Any:
     """functional_call puts other tensors in place of the parameters."""
     linear = nn.Linear(SIZE, SIZE, bias=False)
@@ -140,7 +140,7 @@ def _parameters_swapped_in() -> Any:
     return step
 
 
-@kind
+@maker
 def _parameter_replaced_by_an_equal_one() -> Any:
     """As an EMA that is swapped in and out; frozen, so that it gets no gradient."""
     module = nn.Linear(SIZE, SIZE, bias=False)
@@ -153,13 +153,13 @@ def _parameter_replaced_by_an_equal_one() -> Any:
     return step
 
 
-@kind
+@maker
 def _weight_norm() -> Any:
     linear = torch.nn.utils.parametrizations.weight_norm(_linear())
     return Of(linear, lambda h, x, w, v: linear(h).tanh())
 
 
-@kind
+@maker
 def _parametrized_weight_cached() -> Any:
     linear = _linear()
 
@@ -176,13 +176,13 @@ def _parametrized_weight_cached() -> Any:
     return Of(linear, step)
 
 
-@kind
+@maker
 def _orthogonal() -> Any:
     linear = torch.nn.utils.parametrizations.orthogonal(_linear())
     return Of(linear, lambda h, x, w, v: linear(h).sin() * h)
 
 
-@kind
+@maker
 def _autocast_with_its_cache() -> Any:
     def step(h: Any, x: Any, w: Any, v: Any) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -191,21 +191,21 @@ def _autocast_with_its_cache() -> Any:
     return step
 
 
-@kind
+@maker
 def _cast_of_a_frozen_parameter_cached() -> Any:
     return cached(
         lambda h, x, w, v: w.detach().bfloat16(), lambda h, cast, x, w, v: (h.bfloat16() @ cast).float().tanh() * h
     )
 
 
-@kind
+@maker
 def _hook_that_only_looks() -> Any:
     linear, seen = _linear(), []
     linear.register_forward_hook(lambda module, args, out: seen.append(out.detach().abs().mean().item()))
     return Of(linear, lambda h, x, w, v: linear(h).sigmoid() * x)
 
 
-@kind
+@maker
 def _hook_that_removes_itself() -> Any:
     linear = _linear()
 
@@ -217,7 +217,7 @@ def _hook_that_removes_itself() -> Any:
     return Of(linear, lambda h, x, w, v: torch.where(linear(h) > 0, h.sin(), h * h))
 
 
-@kind
+@maker
 def _same_tensor_twice() -> Any:
     """One run takes the parameter itself, the other a view of it."""
     calls = [0]
@@ -230,7 +230,7 @@ def _same_tensor_twice() -> Any:
     return step
 
 
-@kind
+@maker
 def _detached_parameter() -> Any:
     """A gate that reads a parameter by detach, made anew each time."""
     return lambda h, x, w, v: (h * w.detach()).sigmoid() * h + F.linear(h, w.detach().clone())

@@ -32,7 +32,7 @@ class Of(NamedTuple):
         return self.function(*args)
 
 
-def kind(maker: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
+def maker(maker: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
     MAKERS[maker.__name__.removeprefix("_").replace("_", " ")] = maker
     return maker
 
@@ -49,7 +49,7 @@ def cached(make: Callable[..., Any], use: Callable[..., Any]) -> Callable[..., A
     return step
 
 
-@kind
+@maker
 def _causal_mask() -> Any:
     return cached(
         lambda h, x, w, v: torch.arange(SIZE)[:, None] >= torch.arange(SIZE),
@@ -57,7 +57,7 @@ def _causal_mask() -> Any:
     )
 
 
-@kind
+@maker
 def _additive_mask() -> Any:
     return cached(
         lambda h, x, w, v: torch.zeros(SIZE, SIZE).masked_fill(torch.ones(SIZE, SIZE).triu(1) > 0, -1e4),
@@ -65,7 +65,7 @@ def _additive_mask() -> Any:
     )
 
 
-@kind
+@maker
 def _mask_of_the_first_call() -> Any:
     """From the values of an exact argument, so that it is the same whenever it is made."""
     return cached(
@@ -74,7 +74,7 @@ def _mask_of_the_first_call() -> Any:
     )
 
 
-@kind
+@maker
 def _mask_in_another_layout() -> Any:
     cache: dict[str, Any] = {}
 
@@ -88,7 +88,7 @@ def _mask_in_another_layout() -> Any:
     return step
 
 
-@kind
+@maker
 def _rotary_tables() -> Any:
     def make(h: Any, x: Any, w: Any, v: Any) -> Any:
         angles = torch.outer(torch.arange(SIZE).float(), torch.linspace(0, 1, SIZE))
@@ -97,7 +97,7 @@ def _rotary_tables() -> Any:
     return cached(make, lambda h, cs, x, w, v: h * cs[0] + h.roll(1, -1) * cs[1])
 
 
-@kind
+@maker
 def _rotary_tables_expanded() -> Any:
     cache: dict[str, Any] = {}
 
@@ -111,7 +111,7 @@ def _rotary_tables_expanded() -> Any:
     return step
 
 
-@kind
+@maker
 def _counter() -> Any:
     steps: list[int] = []
 
@@ -122,7 +122,7 @@ def _counter() -> Any:
     return step
 
 
-@kind
+@maker
 def _counter_in_a_tensor() -> Any:
     count = torch.zeros(())
 
@@ -133,7 +133,7 @@ def _counter_in_a_tensor() -> Any:
     return step
 
 
-@kind
+@maker
 def _metric_once() -> Any:
     seen: list[float] = []
 
@@ -146,7 +146,7 @@ def _metric_once() -> Any:
     return step
 
 
-@kind
+@maker
 def _metric_once_with_products() -> Any:
     seen: list[Any] = []
 
@@ -159,7 +159,7 @@ def _metric_once_with_products() -> Any:
     return step
 
 
-@kind
+@maker
 def _metric_each_time() -> Any:
     seen: list[Any] = []
 
@@ -171,7 +171,7 @@ def _metric_each_time() -> Any:
     return step
 
 
-@kind
+@maker
 def _metric_of_the_first_call_only() -> Any:
     seen: list[Any] = []
 
@@ -183,7 +183,7 @@ def _metric_of_the_first_call_only() -> Any:
     return step
 
 
-@kind
+@maker
 def _metric_in_the_recompute_only() -> Any:
     seen: list[Any] = []
 
@@ -195,7 +195,7 @@ def _metric_in_the_recompute_only() -> Any:
     return step
 
 
-@kind
+@maker
 def _comparison_of_other_shape_first() -> Any:
     seen: list[Any] = []
 
@@ -208,7 +208,7 @@ def _comparison_of_other_shape_first() -> Any:
     return step
 
 
-@kind
+@maker
 def _running_maximum() -> Any:
     """Observers of quantization-aware training; not read by the forward."""
     highest = torch.zeros(())
@@ -221,7 +221,7 @@ def _running_maximum() -> Any:
     return step
 
 
-@kind
+@maker
 def _gradient_hook() -> Any:
     def step(h: Any, x: Any, w: Any, v: Any) -> Any:
         y = h.sin()
@@ -232,7 +232,7 @@ def _gradient_hook() -> Any:
     return step
 
 
-@kind
+@maker
 def _dropout_counter() -> Any:
     drawn = [0]
 
@@ -243,7 +243,7 @@ def _dropout_counter() -> Any:
     return step
 
 
-@kind
+@maker
 def _ring_buffer() -> Any:
     """The last outputs, for a later look; the oldest is written over."""
     ring, at = torch.zeros(3, SIZE, SIZE), [0]
@@ -256,7 +256,7 @@ def _ring_buffer() -> Any:
     return step
 
 
-@kind
+@maker
 def _list_of_the_last_outputs() -> Any:
     last: collections.deque[Any] = collections.deque(maxlen=2)
 
@@ -268,7 +268,7 @@ def _list_of_the_last_outputs() -> Any:
     return step
 
 
-@kind
+@maker
 def _freed_addresses_reused() -> Any:
     def step(h: Any, x: Any, w: Any, v: Any) -> Any:
         for i in range(4):
@@ -280,7 +280,7 @@ def _freed_addresses_reused() -> Any:
     return step
 
 
-@kind
+@maker
 def _garbage_collected_between() -> Any:
     def step(h: Any, x: Any, w: Any, v: Any) -> Any:
         if is_recomputing():
@@ -290,7 +290,7 @@ def _garbage_collected_between() -> Any:
     return step
 
 
-@kind
+@maker
 def _constants_by_lru_cache() -> Any:
     @functools.lru_cache
     def table(size: int) -> Any:
@@ -299,7 +299,7 @@ def _constants_by_lru_cache() -> Any:
     return lambda h, x, w, v: (h * table(SIZE)).tanh() * h
 
 
-@kind
+@maker
 def _index_cached() -> Any:
     return cached(
         lambda h, x, w, v: (torch.arange(SIZE) * 7 % SIZE).view(SIZE, 1).expand(SIZE, SIZE),
@@ -307,7 +307,7 @@ def _index_cached() -> Any:
     )
 
 
-@kind
+@maker
 def _index_cached_as_a_list() -> Any:
     cache: list[int] = []
 
@@ -319,7 +319,7 @@ def _index_cached_as_a_list() -> Any:
     return step
 
 
-@kind
+@maker
 def _windows_of_a_buffer() -> Any:
     """A table that grows: the later run takes a slice of the larger one."""
     table = [torch.linspace(0.1, 1, SIZE)]
@@ -332,17 +332,17 @@ def _windows_of_a_buffer() -> Any:
     return step
 
 
-@kind
+@maker
 def _zero_dimensional_constant_cached() -> Any:
     return cached(lambda h, x, w, v: torch.tensor(SIZE**-0.5), lambda h, scale, x, w, v: (h @ w * scale).sin() * h)
 
 
-@kind
+@maker
 def _number_cached_from_a_tensor() -> Any:
     return cached(lambda h, x, w, v: w.detach().abs().amax().item(), lambda h, top, x, w, v: (h / top).sin() * h)
 
 
-@kind
+@maker
 def _debug_checks_once() -> Any:
     checked: list[bool] = []
 
@@ -354,7 +354,7 @@ def _debug_checks_once() -> Any:
     return step
 
 
-@kind
+@maker
 def _debug_checks_each_time() -> Any:
     def step(h: Any, x: Any, w: Any, v: Any) -> Any:
         assert not torch.isnan(h).any()
@@ -363,7 +363,7 @@ def _debug_checks_each_time() -> Any:
     return step
 
 
-@kind
+@maker
 def _workspace() -> Any:
     """Scratch memory that operators write to, under no_grad."""
     scratch = torch.empty(SIZE, SIZE)
@@ -376,7 +376,7 @@ def _workspace() -> Any:
     return step
 
 
-@kind
+@maker
 def _inner_region_with_a_cache() -> Any:
     cache: dict[str, Any] = {}
 

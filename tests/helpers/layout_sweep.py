@@ -368,8 +368,8 @@ LEFT = ("as_strided", "as_strided_copy", "as_strided_scatter", "as_strided_parti
 
 
 def operator_subjects(part: int, parts: int, everything: bool) -> list[Subject]:
-    from opinfo import cases as samples_of
-    from opinfo import operators
+    from operator_samples import cases as samples_of
+    from operator_samples import operators
 
     found = []
     for op in operators()[part::parts]:

@@ -4,17 +4,31 @@ benchmarks/bench_gradient_error.py.
 Built from a config, with nothing downloaded. Dropout is on wherever a family has it: in its
 residual stream or, as in Llama, in attention only. Shapes are the least that keep what is
 particular to a family: grouped heads, soft caps, sliding windows that are shorter than the
-sequence, cross attention, routing.
-"""
+sequence, cross attention, routing."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+import torch.utils.checkpoint
 import transformers
-import transformers_names
+import transformers.modeling_utils
+from checkout import ROOT
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.checkpoint import checkpoint as early
+from torch.utils.checkpoint import checkpoint_sequential
+
+import gradckpt
 
 VOCAB, WIDTH, LENGTH, BATCH = 96, 64, 32, 4
 IMAGE, PATCH = 16, 4
@@ -233,7 +247,7 @@ def build(family: str, attention: str, **fields: Any) -> Any:
 
 def stock(model: Any, **more: Any) -> Any:
     """The same model with torch's checkpointing."""
-    transformers_names.turn_on(model, {"use_reentrant": False}, **more)
+    turn_on(model, {"use_reentrant": False}, **more)
     return model
 
 
@@ -276,3 +290,107 @@ def errors(grads: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> Er
     }
     worst = min(cosines, key=lambda name: cosines[name])
     return Errors((gap / norm).item(), cosines[worst], worst)
+
+
+# ---- How transformers names checkpointing: in 5.23 and later "activation", before "gradient".
+
+NEW = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
+NAME = "activation_checkpointing" if NEW else "gradient_checkpointing"
+
+
+def turn_on(model, *given, **named):
+    """``given``: the dict of the call; ``named``: keywords of transformers."""
+    getattr(model, f"{NAME}_enable")(*given, **named)
+
+
+def turn_off(model):
+    getattr(model, f"{NAME}_disable")()
+
+
+def is_on(model):
+    return getattr(model, f"is_{NAME}")
+
+
+def flag(kwargs=None):
+    """The arguments of a Trainer."""
+    return {NAME: True, f"{NAME}_kwargs": kwargs}
+
+
+# ---- Callers of checkpoint, early and late, and the check that patched() left nothing behind.
+
+CALL_WIDTH = 64
+
+
+early_partial = functools.partial(early, use_reentrant=False)
+
+
+def default_argument(layer, x, function=early, **keywords):
+    return function(layer, x, **keywords)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(CALL_WIDTH, CALL_WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
+    )
+
+
+def call_gradients(layers, call, **keywords):
+    """Of one step through the layers, each of them a region."""
+    torch.manual_seed(1)
+    x = torch.randn(32, CALL_WIDTH, requires_grad=True) * 1
+    for layer in layers:
+        x = call(layer, x, **keywords)
+    return torch.autograd.grad(x.square().sum(), list(layers.parameters()))
+
+
+def compressed(function, *args, **keywords):
+    """What the function returns, and how many tensors it compressed."""
+    before = gradckpt.stats()["compressed"]
+    result = function(*args, **keywords)
+    return result, gradckpt.stats()["compressed"] - before
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def error(a, b):
+    a, b = (torch.cat([x.flatten() for x in tensors]) for tensors in (a, b))
+    return ((a - b).norm() / b.norm()).item()
+
+
+def torchs_functions():
+    """torch's functions as a user can look at them."""
+    found = []
+    for function in (early, checkpoint_sequential):
+        inner = inspect.unwrap(function)
+        own = {key: value for key, value in vars(inner).items() if key != "__dynamo_disable"}
+        found += [function, inner, inner.__code__, inner.__defaults__, inner.__kwdefaults__, own]
+        found += [
+            inner.__globals__,
+            inner.__closure__,
+            inner.__module__,
+            inner.__qualname__,
+            inspect.signature(function),
+        ]
+    hooks = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    return [*found, torch.utils.checkpoint.checkpoint, *(list(h) for h in hooks)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    gradckpt.stats.reset()  # graphs that an earlier test compiled may be running, as far as patched() knows
+    before = torchs_functions()
+    yield
+    after = torchs_functions()
+    assert all(a is b or a == b for a, b in zip(before, after, strict=True))
+
+
+def alone(script):
+    """Standard output of a program of its own."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

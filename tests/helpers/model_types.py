@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
 import re
 import signal
 import sys
@@ -22,8 +21,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import transformers
 from transformers.models.auto import modeling_auto as auto
@@ -164,4 +161,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
     sys.exit(main())

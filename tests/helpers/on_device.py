@@ -12,7 +12,7 @@ virtual_device.load()
 virtual_device.introduce()
 virtual_device.use_host_codecs(True)  # faster than the kernels' emulation, whose bytes other tests compare
 
-import torchs_own  # noqa: E402, F401  # asks torch about the CPU
+import behaviours  # noqa: E402, F401  # asks torch about the CPU
 
 FACTORIES = (
     "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
+import behaviours
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-import torchs_own
-from random_operators import CUSTOM, IN_PLACE, OPERATORS
-from random_program_endings import BETWEEN, CONTEXTS, ENDINGS, ProgramError, fingerprint, total
+from random_operators import BETWEEN, CONTEXTS, CUSTOM, ENDINGS, IN_PLACE, OPERATORS, ProgramError, fingerprint, total
 from random_programs import Custom, Diverge, InnerGrad, InPlace, Norm, Op, Program, Raise, Region, Scope, features
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -342,14 +341,14 @@ def changeable(tensor: torch.Tensor) -> torch.Tensor:
 # ---- two runs ----
 
 
-torchs = functools.partial(torchs_own.call, torch_checkpoint.checkpoint)
+torchs = functools.partial(behaviours.call, torch_checkpoint.checkpoint)
 
 
 def as_told(entry: Any) -> Any:
     """An entry of a log, without the exception of a forward
     where torch does not tell its contexts."""
     name, value = entry
-    blind = name == "left" and value[0].endswith(" forward") and value[1] is not None and not torchs_own.TELLS_CONTEXTS
+    blind = name == "left" and value[0].endswith(" forward") and value[1] is not None and not behaviours.TELLS_CONTEXTS
     return (name, (value[0], "some exception")) if blind else entry
 
 

@@ -26,9 +26,9 @@ import time
 import types
 from pathlib import Path
 
-import codec_library
+import codec_libraries
 import torch
-from checkout import CODEC, CSRC, EMULATION, ROOT, TESTS
+from checkout import CODEC, CSRC, NATIVE, ROOT, TESTS
 
 import gradckpt
 
@@ -40,7 +40,7 @@ FLAGS = shlex.split("-std=c++20 -O1 -fPIC -shared -fvisibility=hidden -Wall -Wex
 KERNEL_FLAGS = shlex.split(
     f"""-x c++ -std=c++17 -O1 -fPIC -fno-exceptions -fno-rtti -ffp-contract=off -Wall -Wextra -Werror
     -Wno-unknown-pragmas -Wno-unused-function -DGCK_EMULATE_CUDA '-DGCK_CUDA_ARCHS="emulated"'
-    -include '{EMULATION / "cuda_emulation.h"}'"""
+    -include '{NATIVE / "cuda_emulation.h"}'"""
 )
 
 
@@ -97,7 +97,7 @@ def build_kernels():
     files = [*sorted(CODEC.rglob("*.cu")), SOURCES / "kernels" / "overflow_words.cpp"]
     headers = [p for p in CODEC.rglob("*") if p.suffix in (".cuh", ".h")]
     texts = [*_texts([*files, *headers]), *KERNEL_FLAGS]
-    texts += _texts([CSRC / "gradckpt.h", EMULATION / "cuda_emulation.h"])
+    texts += _texts([CSRC / "gradckpt.h", NATIVE / "cuda_emulation.h"])
 
     def commands(folder):
         for path in files:
@@ -112,7 +112,7 @@ def build_host_codecs():
     texts = _texts([p for p in CODEC.rglob("*") if p.suffix in (".c", ".h")])
 
     def commands(folder):
-        codec_library.CodecLibrary.build(folder)
+        codec_libraries.CodecLibrary.build(folder)
         yield ["cp", folder / "codecs.so", folder / "host_codecs.so"]
 
     return _built("host_codecs", texts, commands)

@@ -2,8 +2,8 @@
 
 import functools
 
+import model_families
 import torch
-import transformers_names
 import world_ranks
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
@@ -41,7 +41,7 @@ def wrap(model, how):
     """``enable``: through transformers' own hooks; the rest: wrappers."""
     way, _, codec = how.partition(" ")
     if way == "stock":
-        transformers_names.turn_on(model, {"use_reentrant": False})
+        model_families.turn_on(model, {"use_reentrant": False})
     elif way == "enable":
         gradckpt.enable(model, COMPRESS[codec])
     elif way == "wrap":

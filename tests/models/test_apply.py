@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from apply_models import Net, build, loss_of, regions_of
+from tiny_models import Net, build, loss_of, regions_of
 from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 

@@ -4,10 +4,10 @@ modules in models of transformers and others, gradients, caches."""
 import collections
 import re
 
+import model_families
 import pytest
 import torch
-import transformers_names
-from apply_models import LENGTH, MODELS, VOCAB, Net, assert_same, build, gradients, names_of, regions_of
+from tiny_models import LENGTH, MODELS, VOCAB, Net, assert_same, build, gradients, names_of, regions_of
 from torch import nn
 
 import gradckpt
@@ -184,8 +184,8 @@ def test_a_model_that_is_enabled_gets_other_modules(rules):
     assert handle.modules
     gradckpt.enable(model)
     assert list(handle.modules) == layers
-    transformers_names.turn_off(model)
-    transformers_names.turn_on(model)
+    model_families.turn_off(model)
+    model_families.turn_on(model)
     gradckpt.disable(model)
     with pytest.raises(ValueError, match=r"gradient_checkpointing is on; .*activation_checkpointing_disable\(\)"):
         gradckpt.enable(model, modules=rules)

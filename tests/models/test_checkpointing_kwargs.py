@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from handles import config_of
+from small_models import config_of
 from test_huggingface import (
     ADAPTER,
     HAS_EVERY_AND_OFFLOAD,

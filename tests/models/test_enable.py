@@ -12,13 +12,13 @@ import pickle
 import re
 from pathlib import Path
 
+import model_families
 import pytest
 import torch
-import transformers_names
-from apply_models import regions_of
-from handles import config_of
+from small_models import config_of
 from test_huggingface import ADAPTER, IDS, LAYERS, on, step
 from test_huggingface import build as llama
+from tiny_models import regions_of
 from torch import nn
 
 import gradckpt
@@ -339,7 +339,7 @@ def test_what_others_changed_since_is_changed_back():
     assert config_of(handle).codec == "int4"
     gradckpt.enable(model)
     assert config_of(handle).codec == "int8"
-    transformers_names.turn_off(model)
+    model_families.turn_off(model)
     assert handle.modules == {}
     assert "checkpoints nothing now" in repr(handle)
     gradckpt.enable(model)
@@ -495,11 +495,11 @@ def test_compressed_saves_and_inputs():
 def test_kwargs_of_transformers(kept):
     want, model = losses_and_gradients(two_layers()), two_layers()
     gradckpt.enable(model, compress=None, policy="save_attention")
-    transformers_names.turn_on(model, {"policy": "save_matmuls"})
+    model_families.turn_on(model, {"policy": "save_matmuls"})
     assert_equal(losses_and_gradients(model), want)
     assert all(aten.mm.default in storage for storage in kept)
     kept.clear()
-    transformers_names.turn_on(model, {"policy": None})
+    model_families.turn_on(model, {"policy": None})
     assert_equal(losses_and_gradients(model), want)
     assert not kept
 
@@ -530,6 +530,6 @@ def test_wrong_policies():
         ({"use_reentrant": True}, "policy= needs"),
     ):
         with pytest.raises(ValueError, match=said):
-            transformers_names.turn_on(model, kwargs)
+            model_families.turn_on(model, kwargs)
     with pytest.raises(ValueError, match="exclude each other"):
         gradckpt.enable(two_layers(), None, modules={"mlp": {"policy": "save_matmuls", "context_fn": lambda: None}})

@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 
 import model_families
 from model_families import FAMILIES
-from planned_nets import Untouched
-from shared_counts import SharedCount
+from processes import SharedCount
+from small_models import Untouched
 
 import gradckpt
 from gradckpt import _apart

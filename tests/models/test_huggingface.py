@@ -12,13 +12,16 @@ import weakref
 import pytest
 import torch
 import torch.utils.checkpoint
-from handles import config_of
+from small_models import config_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-import transformers_names  # noqa: E402
-from transformers_names import NAME, NEW  # noqa: E402
+import model_families  # noqa: E402
+from model_families import (  # noqa: E402
+    NAME,
+    NEW,
+)
 
 import gradckpt  # noqa: E402
 from gradckpt._models.inactivity import is_on  # noqa: E402
@@ -81,11 +84,11 @@ SPELLINGS = ["gradient_checkpointing", "activation_checkpointing"][: 1 + NEW]
 
 def on(model, *given, **own):
     """Checkpointing is turned on by other code."""
-    transformers_names.turn_on(model, *given, **own)
+    model_families.turn_on(model, *given, **own)
 
 
 def off(model):
-    transformers_names.turn_off(model)
+    model_families.turn_off(model)
 
 
 def foreign(function, *args, **kwargs):

@@ -15,10 +15,9 @@ import model_families
 import processes
 import pytest
 import torch
-import transformers_names
 import worlds
-from handles import config_of
 from model_families import FAMILIES
+from small_models import config_of
 from test_huggingface import IDS, LAYERS, NAME, SPELLINGS, build, off, on, replicate, step, train, transformers
 
 import gradckpt
@@ -395,7 +394,7 @@ def inner(model):
 def turn_on_each(model, kwargs=None):
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
-            transformers_names.turn_on(module, kwargs)
+            model_families.turn_on(module, kwargs)
 
 
 def compressed(family, model):
@@ -436,7 +435,7 @@ class TestInner:
     def test_another_codec_in_one(self, family):
         model, handle = self.make(family)
         count, full = compressed(family, model)
-        transformers_names.turn_on(inner(model)[-1], {"compress": "int4"})
+        model_families.turn_on(inner(model)[-1], {"compress": "int4"})
         count2, less = compressed(family, model)
         assert count2 == count
         assert less < full
@@ -448,7 +447,7 @@ class TestInner:
         model, _ = self.make(family)
         wanted = compressed(family, model)
         for module in inner(model):
-            transformers_names.turn_off(module)
+            model_families.turn_off(module)
         assert compressed(family, model) == (0, 0)
         turn_on_each(model)
         assert compressed(family, model) == wanted
@@ -473,7 +472,7 @@ class TestInner:
         turn_on_each(twin)
         assert compressed(family, twin) == wanted
         assert compressed(family, model) == (0, 0)
-        assert not transformers_names.is_on(model)
+        assert not model_families.is_on(model)
         gradckpt.disable(twin)
         assert not any(ADAPTER in vars(module) for module in twin.modules())
         assert compressed(family, twin) == (0, 0)
@@ -484,7 +483,7 @@ def test_a_refused_call_changes_nothing():
     gradckpt.enable(model)
     wanted = compressed("llama", model)
     with pytest.raises(ValueError, match="unknown codec 'zip'"):
-        transformers_names.turn_on(model.model, {"compress": "zip"})
+        model_families.turn_on(model.model, {"compress": "zip"})
     assert compressed("llama", model) == wanted
 
 
@@ -493,7 +492,7 @@ def test_an_inner_model_outlives_its_enabled_one():
     gradckpt.enable(model)
     backbone = model.model
     del model
-    transformers_names.turn_on(backbone)
+    model_families.turn_on(backbone)
     before = gradckpt.stats()["compressed"]
     backbone(input_ids=torch.arange(64).view(2, 32)).last_hidden_state.sum().backward()
     assert gradckpt.stats()["compressed"] - before == FAMILIES["llama"].layers
@@ -514,7 +513,7 @@ def test_what_is_no_longer_inside_can_be_enabled(gone):
         gradckpt.disable(model)
     with gradckpt.enable(backbone, compress="fp8") as handle:
         assert config_of(handle).codec == "fp8_e4m3"
-        transformers_names.turn_on(backbone)
+        model_families.turn_on(backbone)
         before = gradckpt.stats()["compressed"]
         backbone(input_ids=torch.arange(64).view(2, 32)).last_hidden_state.sum().backward()
         assert gradckpt.stats()["compressed"] - before == FAMILIES["llama"].layers

@@ -5,12 +5,12 @@ import copy
 import gc
 import pickle
 
+import model_families
 import pytest
 import torch
-import transformers_names
-from handles import config_of
 from model_families import FAMILIES, MIXTURES, build, errors, gradients, missing
-from saved_models import Block as Residual
+from small_models import Block as Residual
+from small_models import config_of
 from torch import nn
 
 import gradckpt
@@ -365,10 +365,10 @@ def test_operators_are_of_saves_alone():
 def test_checkpointing_inside_or_around_is_an_error():
     model = llama(2)
     gradckpt.enable(model, recompute=False)
-    transformers_names.turn_on(model, {"use_reentrant": False})
+    model_families.turn_on(model, {"use_reentrant": False})
     with pytest.raises(ValueError, match="in this LlamaForCausalLM with recompute=False is checkpointed already"):
         step(model)
-    transformers_names.turn_off(model)
+    model_families.turn_off(model)
     with pytest.raises(ValueError, match="runs inside torch's own checkpoint"):
         torch.utils.checkpoint.checkpoint(lambda: model(input_ids=ids(), labels=ids()).loss, use_reentrant=False)
     step(model)

@@ -7,9 +7,9 @@ import sys
 import tempfile
 import types
 
+import model_families
 import torch
 import torch.utils.checkpoint
-import transformers_names
 from test_huggingface import IDS, build, on, transformers
 
 import gradckpt
@@ -72,7 +72,7 @@ def train(model):
 def train_by_flag(**keys):
     arguments = transformers.TrainingArguments(
         tempfile.mkdtemp(), max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
-        **transformers_names.flag({"use_reentrant": False, **keys}),
+        **model_families.flag({"use_reentrant": False, **keys}),
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in IDS]
     transformers.Trainer(build(), arguments, train_dataset=data).train()

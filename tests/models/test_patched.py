@@ -13,17 +13,17 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import transformers.modeling_utils  # noqa: F401 (gradckpt listens from then on, patched or not)
-from patched_calls import (
-    WIDTH,
+from model_families import (  # noqa: F401 (a fixture of every test here)
+    CALL_WIDTH,
     alone,
+    call_gradients,
     compressed,
     default_argument,
     early_partial,
     equal,
     error,
-    gradients,
     model,
-    nothing_left_behind,  # noqa: F401 (a fixture of every test here)
+    nothing_left_behind,
 )
 from processes import in_threads
 from torch import nn
@@ -49,32 +49,32 @@ class TestWhoIsServed:
     )
     def test_all_holders_of_the_function(self, call):
         layers = model()
-        expected = gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch")
+        expected = call_gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch")
         with gradckpt.patched("int8"):
-            found, n = compressed(gradients, layers, call, use_reentrant=False)
+            found, n = compressed(call_gradients, layers, call, use_reentrant=False)
         assert n == len(layers)
         assert equal(found, expected)
 
     def test_gradients_within_the_bound_of_the_codec(self):
         layers = model()
-        exact = gradients(layers, early, use_reentrant=False)
+        exact = call_gradients(layers, early, use_reentrant=False)
         with gradckpt.patched("int8"):
-            assert 0 < error(gradients(layers, early, use_reentrant=False), exact) < 0.01
-        assert equal(gradients(layers, early, use_reentrant=False), exact)
+            assert 0 < error(call_gradients(layers, early, use_reentrant=False), exact) < 0.01
+        assert equal(call_gradients(layers, early, use_reentrant=False), exact)
 
     @pytest.mark.parametrize("use_reentrant", [None, False, True])
     def test_without_compression_it_is_torch_to_the_last_bit(self, use_reentrant):
         layers = model()
         with warnings.catch_warnings(record=True) as expected_warnings:
             warnings.simplefilter("always")
-            expected = gradients(layers, early, use_reentrant=False)
+            expected = call_gradients(layers, early, use_reentrant=False)
             if use_reentrant is None:
-                early(layers[0], torch.randn(2, WIDTH, requires_grad=True), use_reentrant=None)
+                early(layers[0], torch.randn(2, CALL_WIDTH, requires_grad=True), use_reentrant=None)
         with gradckpt.patched(None) as handle, warnings.catch_warnings(record=True) as found_warnings:
             warnings.simplefilter("always")
             # torch's reentrant form knows no autograd.grad
-            found = gradients(layers, early, use_reentrant=False)
-            early(layers[0], torch.randn(2, WIDTH, requires_grad=True), use_reentrant=use_reentrant)
+            found = call_gradients(layers, early, use_reentrant=False)
+            early(layers[0], torch.randn(2, CALL_WIDTH, requires_grad=True), use_reentrant=use_reentrant)
         assert equal(found, expected)
         assert {str(w.message) for w in found_warnings} == {str(w.message) for w in expected_warnings}
         assert handle.stats()["reentrant"] == (use_reentrant is not False)
@@ -84,13 +84,13 @@ class TestWhoIsServed:
         layers = model()
         with gradckpt.patched("int8"), warnings.catch_warnings():
             warnings.simplefilter("error")
-            found, n = compressed(gradients, layers, early)
+            found, n = compressed(call_gradients, layers, early)
         assert n == len(layers)
-        assert equal(found, gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch"))
+        assert equal(found, call_gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch"))
 
     def test_explicit_reentrant_stays_torchs_and_is_counted(self):
         layer = model()[0]
-        x = torch.randn(32, WIDTH, requires_grad=True)
+        x = torch.randn(32, CALL_WIDTH, requires_grad=True)
         with gradckpt.patched("int8") as handle:
             y = early(layer, x * 1, use_reentrant=True)
             assert type(y.grad_fn).__name__ == "CheckpointFunctionBackward"
@@ -100,7 +100,7 @@ class TestWhoIsServed:
     @pytest.mark.parametrize("said", [{}, {"use_reentrant": False}])
     def test_sequential(self, said):
         layers = model()
-        x = torch.randn(32, WIDTH, requires_grad=True)
+        x = torch.randn(32, CALL_WIDTH, requires_grad=True)
 
         def step():
             return checkpoint_sequential(layers, 3, x * 1, **said).square().sum().backward()
@@ -111,29 +111,29 @@ class TestWhoIsServed:
 
     def test_sequential_with_reentrant_is_torchs(self):
         with gradckpt.patched("int8") as handle:
-            checkpoint_sequential(model(), 3, torch.randn(32, WIDTH, requires_grad=True), use_reentrant=True)
-            early(nn.Identity(), torch.randn(32, WIDTH, requires_grad=True) * 1)
+            checkpoint_sequential(model(), 3, torch.randn(32, CALL_WIDTH, requires_grad=True), use_reentrant=True)
+            early(nn.Identity(), torch.randn(32, CALL_WIDTH, requires_grad=True) * 1)
         assert handle.stats()["reentrant"] == 2
 
     def test_checkpoint_wrappers_of_torch_made_before(self):
         wrapped = nn.Sequential(*(checkpoint_wrapper(layer) for layer in model()))
         with gradckpt.patched("int8"):
-            _, n = compressed(gradients, wrapped, lambda layer, x: layer(x))
+            _, n = compressed(call_gradients, wrapped, lambda layer, x: layer(x))
         assert n == len(wrapped)
 
     def test_keywords_of_the_region_that_are_called_as_ours(self):
         def region(x, compress, policy, buffers):
             return x * compress + policy * buffers
 
-        x = torch.randn(32, WIDTH, requires_grad=True)
+        x = torch.randn(32, CALL_WIDTH, requires_grad=True)
         with gradckpt.patched("int8"):
             y, n = compressed(early, region, x * 1, compress=2.0, policy=1.0, buffers=1.0, use_reentrant=False)
         assert n == 1
         assert torch.equal(y, x * 2 + 1)
 
     def test_running_statistics_are_treated_as_torch_does(self):
-        norm, twin = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
-        x = torch.randn(32, WIDTH, requires_grad=True)
+        norm, twin = nn.BatchNorm1d(CALL_WIDTH), nn.BatchNorm1d(CALL_WIDTH)
+        x = torch.randn(32, CALL_WIDTH, requires_grad=True)
         early(twin, x * 1, use_reentrant=False).sum().backward()
         with gradckpt.patched("raw"):
             early(norm, x * 1, use_reentrant=False).sum().backward()
@@ -145,8 +145,8 @@ class TestWhoIsServed:
         config = {"codec": "int4", "min_numel": 0, "fake_quantize": True}
         with gradckpt.patched({"codec": "int4", "min_numel": 0}, fake_quantize=True) as handle:
             assert handle.config == gradckpt.CompressionConfig(**config)
-            found = gradients(layers, early, use_reentrant=False)
-        assert equal(found, gradients(layers, gradckpt.checkpoint, compress=config, buffers="torch"))
+            found = call_gradients(layers, early, use_reentrant=False)
+        assert equal(found, call_gradients(layers, gradckpt.checkpoint, compress=config, buffers="torch"))
 
     def test_policy(self):
         layers, ran = model(), []
@@ -160,11 +160,11 @@ class TestWhoIsServed:
             return early(region, x, use_reentrant=False)
 
         with gradckpt.patched("int8", policy=policy):
-            found = gradients(layers, spied)
+            found = call_gradients(layers, spied)
         contexts = contexts_of(policy)
-        expected = gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch", context_fn=contexts)
+        expected = call_gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch", context_fn=contexts)
         assert equal(found, expected)
-        assert not equal(found, gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch"))
+        assert not equal(found, call_gradients(layers, gradckpt.checkpoint, compress="int8", buffers="torch"))
 
     def test_a_regions_own_context_wins_over_the_policy(self):
         entered = []
@@ -176,7 +176,7 @@ class TestWhoIsServed:
             def __exit__(self, *_):
                 pass
 
-        layer, x = model()[0], torch.randn(32, WIDTH, requires_grad=True)
+        layer, x = model()[0], torch.randn(32, CALL_WIDTH, requires_grad=True)
         with gradckpt.patched("int8", policy="save_matmuls"):
             early(layer, x * 1, use_reentrant=False, context_fn=lambda: (Context(), Context())).sum().backward()
             assert len(entered) == 2
@@ -209,8 +209,8 @@ class TestWhoIsServed:
     def test_explicit_calls_of_gradckpt_are_not_touched(self):
         layers = model()
         with gradckpt.patched("int8"):
-            assert compressed(gradients, layers, gradckpt.checkpoint)[1] == 0
-            assert compressed(gradients, layers, gradckpt.compat.checkpoint, use_reentrant=False)[1] == 0
+            assert compressed(call_gradients, layers, gradckpt.checkpoint)[1] == 0
+            assert compressed(call_gradients, layers, gradckpt.compat.checkpoint, use_reentrant=False)[1] == 0
 
 
 class TestNothingLeftBehind:
@@ -227,7 +227,7 @@ class TestNothingLeftBehind:
             early(lambda x: 1 / 0, torch.ones(2, requires_grad=True) * 1, use_reentrant=False)
 
     def test_backward_after_the_block(self):
-        layer, x = model()[0], torch.randn(32, WIDTH, requires_grad=True)
+        layer, x = model()[0], torch.randn(32, CALL_WIDTH, requires_grad=True)
         with gradckpt.patched("int8"):
             y = early(layer, x * 1, use_reentrant=False)
         y.sum().backward()
@@ -236,7 +236,7 @@ class TestNothingLeftBehind:
     def test_any_order_and_the_innermost_counts(self):
         def codec_now():
             before = gradckpt.stats()["bytes_out"]
-            gradients(model()[:1], early, use_reentrant=False)
+            call_gradients(model()[:1], early, use_reentrant=False)
             return gradckpt.stats()["bytes_out"] - before
 
         first, second = gradckpt.patched("int8"), gradckpt.patched("int4")
@@ -263,7 +263,7 @@ class TestNothingLeftBehind:
             handle = gradckpt.patched("int8").start()
             assert (earlier.active, block.active, handle.active) == (False, True, True)
         handle.remove()
-        assert compressed(gradients, model(), early, use_reentrant=False)[1] == 0
+        assert compressed(call_gradients, model(), early, use_reentrant=False)[1] == 0
 
     def test_decorator(self):
         calls = []
@@ -271,7 +271,7 @@ class TestNothingLeftBehind:
         @gradckpt.patched("int8")
         def train(depth):
             """Trains."""
-            calls.append(compressed(gradients, model(), early, use_reentrant=False)[1])
+            calls.append(compressed(call_gradients, model(), early, use_reentrant=False)[1])
             if depth:
                 train(depth - 1)
             return depth
@@ -279,14 +279,14 @@ class TestNothingLeftBehind:
         assert train(1) == 1
         assert calls == [4, 4]
         assert train.__doc__ == "Trains."
-        assert compressed(gradients, model(), early, use_reentrant=False)[1] == 0
+        assert compressed(call_gradients, model(), early, use_reentrant=False)[1] == 0
 
     def test_threads_share_it(self):
         found, inside, done = [], threading.Event(), threading.Event()
 
         def work():
             inside.wait(30)
-            found.append(gradients(model(), early, use_reentrant=False))
+            found.append(call_gradients(model(), early, use_reentrant=False))
             done.set()
 
         thread = threading.Thread(target=work)
@@ -296,16 +296,16 @@ class TestNothingLeftBehind:
             done.wait(30)
             assert handle.stats()["compressed"] == 4
         thread.join()
-        assert equal(found[0], gradients(model(), early, use_reentrant=False))
+        assert equal(found[0], call_gradients(model(), early, use_reentrant=False))
 
     def test_many_threads_that_come_and_go(self):
-        exact, wrong = gradients(model(), early, use_reentrant=False), []
+        exact, wrong = call_gradients(model(), early, use_reentrant=False), []
 
         def work(codec):
             for _ in range(20):
                 with gradckpt.patched(codec):
                     layers = model()
-                    x = torch.randn(32, WIDTH, requires_grad=True) * 1
+                    x = torch.randn(32, CALL_WIDTH, requires_grad=True) * 1
                     for layer in layers:
                         x = early(layer, x, use_reentrant=False)
                     torch.autograd.grad(x.sum(), list(layers.parameters()))
@@ -313,7 +313,7 @@ class TestNothingLeftBehind:
 
         in_threads(*(functools.partial(work, codec) for codec in ("raw", "int8", None)))
         assert wrong == []
-        assert equal(gradients(model(), early, use_reentrant=False), exact)
+        assert equal(call_gradients(model(), early, use_reentrant=False), exact)
 
     def test_a_forked_child_inherits_it(self):
         processes.alone(fork_while_patched)
@@ -321,19 +321,19 @@ class TestNothingLeftBehind:
 
 def fork_while_patched():
     def child():
-        assert compressed(gradients, model(), early, use_reentrant=False)[1] == 4
+        assert compressed(call_gradients, model(), early, use_reentrant=False)[1] == 4
 
     with gradckpt.patched("int8"):
         processes.in_child(child)
-        gradients(model(), early, use_reentrant=False)
+        call_gradients(model(), early, use_reentrant=False)
 
 
 class TestItsStats:
     def step(self, rows):
-        return early(nn.Tanh(), torch.randn(rows, WIDTH, requires_grad=True) * 1, use_reentrant=False)
+        return early(nn.Tanh(), torch.randn(rows, CALL_WIDTH, requires_grad=True) * 1, use_reentrant=False)
 
     def size(self, rows):
-        return gradckpt.codecs.encode(torch.zeros(rows, WIDTH), "int8").nbytes
+        return gradckpt.codecs.encode(torch.zeros(rows, CALL_WIDTH), "int8").nbytes
 
     def test_the_peak_is_that_of_the_block(self):
         """While blocks begin and end in each other, and the process's own is left alone."""
@@ -391,7 +391,7 @@ class TestErrors:
             with pytest.raises(RuntimeError, match=r"this patched\(\) is active already"):
                 handle.start()
             assert handle.active
-            gradients(model(), early, use_reentrant=False)
+            call_gradients(model(), early, use_reentrant=False)
         with handle:  # one after the other is fine
             assert handle.stats()["calls"] == 0
         assert not handle.active
@@ -414,7 +414,7 @@ class TestErrors:
         with pytest.raises(RuntimeError, match=r"is gradckpt\.compat\.checkpoint, not torch's own function"):
             gradckpt.patched("int8").start()
         monkeypatch.undo()
-        assert compressed(gradients, model(), early, use_reentrant=False)[1] == 0
+        assert compressed(call_gradients, model(), early, use_reentrant=False)[1] == 0
 
     def test_a_later_replacement_is_named(self, monkeypatch):
         def foreign(function, *args, **keywords):

@@ -9,22 +9,22 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import transformers.modeling_utils  # noqa: F401 (gradckpt listens from then on, patched or not)
+from behaviours import graphs_checkpoint
 from checkout import HELPERS
 from compile_cases import needs_outputs
-from patched_calls import (
-    WIDTH,
+from model_families import (  # noqa: F401 (a fixture of every test here)
+    CALL_WIDTH,
     alone,
+    call_gradients,
     compressed,
     equal,
     error,
-    gradients,
     model,
-    nothing_left_behind,  # noqa: F401 (a fixture of every test here)
+    nothing_left_behind,
 )
 from processes import in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint as early
-from torchs_own import graphs_checkpoint
 
 import gradckpt
 from gradckpt import GradckptInactiveWarning
@@ -35,7 +35,7 @@ def train(call, steps=2, **keywords):
     layers = model()
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
     for _ in range(steps):
-        x = torch.randn(32, WIDTH, requires_grad=True) * 1
+        x = torch.randn(32, CALL_WIDTH, requires_grad=True) * 1
         for layer in layers:
             x = call(layer, x, **keywords)
         x.square().sum().backward()
@@ -81,7 +81,7 @@ class TestInactive:
         self.expect("not in closures", lambda layer, x: early(lambda: layer(x), use_reentrant=False))
 
     def test_at_the_end_of_the_block_when_there_is_no_optimizer(self):
-        x = torch.randn(32, WIDTH, requires_grad=True)
+        x = torch.randn(32, CALL_WIDTH, requires_grad=True)
         with pytest.warns(GradckptInactiveWarning, match="use_reentrant=True"), gradckpt.patched("int8"):
             early(torch.sin, x * 1, use_reentrant=True).sum().backward()
 
@@ -129,7 +129,7 @@ class TestInactive:
         train(gradckpt.checkpoint, compress="int8")
         assert (first.stats()["calls"], second.stats()["calls"]) == (4, 4)
         assert (first.stats()["compressed"], second.stats()["compressed"]) == (8, 4)
-        assert second.stats()["bytes_in"] == 4 * 32 * WIDTH * 4
+        assert second.stats()["bytes_in"] == 4 * 32 * CALL_WIDTH * 4
         assert 0.12 < second.stats()["ratio"] < 0.14
         json.dumps(second.stats())
 
@@ -154,7 +154,7 @@ class TestCompile:
                 x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
             return x.square().sum()
 
-        x = torch.randn(32, WIDTH, requires_grad=True)
+        x = torch.randn(32, CALL_WIDTH, requires_grad=True)
         parameters = list(layers.parameters())
         exact = torch.autograd.grad(forward(x * 1), parameters)
         with gradckpt.patched("int8"):
@@ -183,7 +183,7 @@ class TestCompile:
         }[kind]
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        layer, x = model()[0][:2], torch.randn(32, WIDTH, requires_grad=True)
+        layer, x = model()[0][:2], torch.randn(32, CALL_WIDTH, requires_grad=True)
         compiled = torch.compile(
             lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False), backend="aot_eager"
         )
@@ -197,7 +197,7 @@ class TestCompile:
         """A codec that may refuse packs nothing there: gradients are right,
         and the user is told what packs."""
         layer = model()[0][:2]
-        x = torch.randn(32, WIDTH, requires_grad=True)
+        x = torch.randn(32, CALL_WIDTH, requires_grad=True)
         parameters = list(layer.parameters())
         exact = torch.autograd.grad(layer(x * 1).square().sum(), parameters)
         graph.may_overflow.cache_clear()
@@ -225,7 +225,7 @@ class TestCompile:
         import sys; sys.path.insert(0, {helpers!r})
         import torch
         from torch.utils.checkpoint import checkpoint
-        from compiled_graphs import Graphs
+        from compile_cases import Graphs
         if {patched}:
             import gradckpt
             with gradckpt.patched("int8"):
@@ -254,25 +254,27 @@ class TestCompile:
             return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
 
         with gradckpt.patched("int8") as handle:
-            forward(torch.randn(32, WIDTH, requires_grad=True), nn.Linear(WIDTH, WIDTH)).sum().backward()  # a leaf
+            forward(
+                torch.randn(32, CALL_WIDTH, requires_grad=True), nn.Linear(CALL_WIDTH, CALL_WIDTH)
+            ).sum().backward()  # a leaf
             assert "region was compiled" in handle.inactive_reason
             handle.remove()
         torch._dynamo.reset()
 
     def test_compiled_layers_inside_eager_regions_compress(self):
         layers = nn.Sequential(*(layer[:2] for layer in model()))
-        exact = gradients(layers, early, use_reentrant=False)
+        exact = call_gradients(layers, early, use_reentrant=False)
         torch._dynamo.reset()
         compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in layers))
         with gradckpt.patched("int8"):
-            found, n = compressed(gradients, compiled, early, use_reentrant=False)
+            found, n = compressed(call_gradients, compiled, early, use_reentrant=False)
         assert n == len(layers)
         assert error(found, exact) < 0.01
         torch._dynamo.reset()
 
     def test_explicit_calls_in_compiled_code_compress(self):
         layers = nn.Sequential(*(layer[:2] for layer in model()))
-        exact = gradients(layers, early, use_reentrant=False)
+        exact = call_gradients(layers, early, use_reentrant=False)
         torch._dynamo.reset()
 
         @torch.compile(backend="aot_eager", fullgraph=True)
@@ -283,7 +285,7 @@ class TestCompile:
 
         with gradckpt.patched("int8") as handle:
             torch.manual_seed(1)
-            x = torch.randn(32, WIDTH, requires_grad=True) * 1
+            x = torch.randn(32, CALL_WIDTH, requires_grad=True) * 1
             found = torch.autograd.grad(forward(x).square().sum(), list(layers.parameters()))
             assert handle.stats()["compiled_tensors"] > 0
             assert handle.inactive_reason is None
@@ -298,7 +300,7 @@ class TestCompile:
         forward = torch.compile(lambda layer, x: early(layer, x, use_reentrant=False), backend="eager", fullgraph=True)
         with gradckpt.patched("int8"), warnings.catch_warnings():
             warnings.simplefilter("error", GradckptInactiveWarning)
-            _, n = compressed(gradients, layers, forward)
+            _, n = compressed(call_gradients, layers, forward)
         assert n == len(layers)
         torch._dynamo.reset()
 
@@ -322,7 +324,11 @@ class TestCompile:
         from torch._subclasses import FakeTensorMode
 
         with gradckpt.patched("int8") as handle, FakeTensorMode():
-            early(nn.Linear(WIDTH, WIDTH), torch.randn(32, WIDTH, requires_grad=True) * 1, use_reentrant=False)
+            early(
+                nn.Linear(CALL_WIDTH, CALL_WIDTH),
+                torch.randn(32, CALL_WIDTH, requires_grad=True) * 1,
+                use_reentrant=False,
+            )
             assert handle.stats()["traced"] == 1
             handle.remove()
 
@@ -404,9 +410,9 @@ class TestTransformers:
             assert handle.stats()["uncompressed"]["leaf"] == 1
 
     def test_a_users_leaf_is_kept(self):
-        x = torch.randn(32, WIDTH, requires_grad=True)
+        x = torch.randn(32, CALL_WIDTH, requires_grad=True)
         with gradckpt.patched("int8") as handle:
-            early(nn.Linear(WIDTH, WIDTH), x, use_reentrant=False).sum().backward()
+            early(nn.Linear(CALL_WIDTH, CALL_WIDTH), x, use_reentrant=False).sum().backward()
             assert handle.stats()["uncompressed"] == {"leaf": 1}
             handle.remove()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import worlds
 from checkout import ROOT
-from handles import config_of
+from small_models import config_of
 from test_huggingface import (
     ADAPTER,
     HAS_EVERY_AND_OFFLOAD,

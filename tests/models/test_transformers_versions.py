@@ -10,7 +10,6 @@ import pickle
 import model_families
 import pytest
 import torch
-import transformers_names
 
 import gradckpt
 
@@ -122,7 +121,7 @@ def test_enable(settings):
     run_step(model)
     run_step(copy.deepcopy(model))
     run_step(pickle.loads(pickle.dumps(model)))
-    transformers_names.turn_off(model)
+    model_families.turn_off(model)
     run_step(model)
     repr(handle)
     handle.remove()
@@ -144,6 +143,6 @@ def test_the_flag(kwargs, tmp_path):
     ids = model_families.FAMILIES["llama"].batch()["input_ids"]
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
-        **transformers_names.flag(kwargs),
+        **model_families.flag(kwargs),
     )  # fmt: skip
     transformers.Trainer(build(), arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids]).train()

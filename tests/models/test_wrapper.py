@@ -6,10 +6,10 @@ import io
 import logging
 import pickle
 
+import behaviours
 import pytest
 import torch
 import torch.distributed as dist
-import torchs_own
 import worlds
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
@@ -392,7 +392,7 @@ def test_torchs_wrapper_around_ours():
     model = net()
     gradckpt.compat.apply_activation_checkpointing(model, check_fn=lambda m: m in [b.first for b in model.blocks])
     torchs.apply_activation_checkpointing(model, check_fn=is_block)
-    refused("and the MyBlock around it by torch's CheckpointWrapper", torchs_own.call, gradients, model)
+    refused("and the MyBlock around it by torch's CheckpointWrapper", behaviours.call, gradients, model)
     block = torchs.checkpoint_wrapper(nn.Sequential(gradckpt.compat.checkpoint_wrapper(MyBlock(), None, nested=True)))
     block(torch.randn(2, 8, 64)).sum().backward()
 

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 
-import codec_table
-import frameworks
+import pages
+import processes
 import pytest
-from checkout import HELPERS, ROOT
-from messages import PREFIX, messages
+from checkout import ROOT
+from pages import PREFIX, messages
 
 import gradckpt
 
@@ -50,13 +50,13 @@ PROGRAMS = {name: text for name, text in PAGES.items() if program_of(text) and n
 PROGRAMS |= {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGES["frameworks.md"], flags=re.M)[1:]}
 
 #: Frameworks that are installed beside the tests' packages, and where.
-ELSEWHERE = {"DeepSpeed": frameworks.ENGINES, "timm": frameworks.FOLDER, "torchtitan": frameworks.ENGINES}
+ELSEWHERE = {"DeepSpeed": processes.ENGINES, "timm": processes.FRAMEWORKS, "torchtitan": processes.ENGINES}
 
 
 def environment(folder=None):
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "NO_MKDOCS_2_WARNING": "1"}  # the latter: news of the theme's makers
     quiet |= {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # what docs/stats.md says of torch's profiler
-    given = frameworks.environment(folder) if folder else {**os.environ, "PYTHONPATH": str(ROOT)}
+    given = processes.environment(folder) if folder else {**os.environ, "PYTHONPATH": str(ROOT)}
     return {**given, "HF_HUB_OFFLINE": "1", **quiet}
 
 
@@ -105,7 +105,7 @@ def folders(request, tmp_path_factory):
 def test_examples_run(folders, page):
     folder, running = folders[0][page], folders[1]
     if page in ELSEWHERE:
-        before = [HELPERS / "torchvision_operators.py"] if page == "timm" else []
+        before = [PROGRAMS / "torchvision_operators.py"] if page == "timm" else []
         done = run(sys.executable, *before, "page.py", cwd=folder, folder=ELSEWHERE[page])
         status, printed, said = done.returncode, done.stdout, done.stderr
     else:
@@ -368,4 +368,4 @@ def test_every_reason_and_class_is_explained():
 
 def test_table_of_codecs():
     page = PAGES["codecs.md"]
-    assert codec_table.page_with_table(page) == page, "run python tests/helpers/codec_table.py docs/codecs.md"
+    assert pages.page_with_table(page) == page, "run python tests/helpers/pages.py docs/codecs.md"

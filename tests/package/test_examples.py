@@ -8,12 +8,12 @@ import runpy
 import subprocess
 import sys
 
-import frameworks
+import processes
 import pytest
-from checkout import EXAMPLES, HELPERS, ROOT
+from checkout import EXAMPLES, PROGRAMS, ROOT
 
 #: The program that runs programs which import torchvision.
-OPERATORS = HELPERS / "torchvision_operators.py"
+OPERATORS = PROGRAMS / "torchvision_operators.py"
 
 
 def run(example, *options, status=0):
@@ -21,7 +21,7 @@ def run(example, *options, status=0):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     program = [EXAMPLES / example]
     if example.startswith("timm"):
-        env, program = frameworks.environment(), [OPERATORS, *program]
+        env, program = processes.environment(), [OPERATORS, *program]
     env |= {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, [*program, *options])]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)

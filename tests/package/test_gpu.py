@@ -6,16 +6,8 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
-import pytest
-import torch
-from checkout import ROOT
-from gpu_jobs import Card, job_of
-
-import gradckpt
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-pytest.importorskip("transformers")
 import gpu
 import gpu_device
 import gpu_fidelity
@@ -29,7 +21,32 @@ import gpu_story
 import gpu_streams
 import gpu_ways
 import machine
-from gpu_job import Skip, Stage, difference
+import pytest
+import torch
+from checkout import ROOT
+from gpu_job import Job, Skip, Stage, difference
+
+import gradckpt
+
+# ---- A stage's job on the CPU, for tests of benchmarks/gpu.py.
+
+
+class Card(gpu_device.Device):
+    """A CPU that is judged as a card."""
+
+    @property
+    def is_cuda(self):
+        return True
+
+
+def job_of(folder, device=None, small=True):
+    options = SimpleNamespace(small=small, out=folder, result=folder / "result.json", stage="test", seconds=600)
+    return Job(device or gpu_device.Device("cpu"), options)
+
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+pytest.importorskip("transformers")
+
 
 NAMES = [stage.name for stage in gpu.STAGES]
 

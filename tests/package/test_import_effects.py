@@ -30,7 +30,7 @@ ORDERS = {"gradckpt first": (), "transformers first": ("transformers.trainer", "
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_two_things_differ(order):
-    done = run("tests/helpers/scripts/import_effects.py", "gradckpt", *ORDERS[order])
+    done = run("tests/programs/import_effects.py", "gradckpt", *ORDERS[order])
     assert done.returncode == 0, done.stderr
     changes, _, later = done.stdout.partition("----\n")
     # Our operators in torch's registries, and torch's table of the

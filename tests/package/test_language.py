@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch.utils.checkpoint as torch_checkpoint
 from checkout import TESTS
-from messages import PREFIX, is_of_torch, messages
+from pages import PREFIX, is_of_torch, messages
 
 sys.path.insert(0, str(TESTS))
 import language

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import transformers
-from plan_shapes import TINY
+from small_models import TINY
 
 import gradckpt
 from gradckpt.__main__ import main

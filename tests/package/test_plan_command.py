@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import transformers
-from plan_shapes import SHAPE_8B, SHAPE_70B, TINY
+from small_models import SHAPE_8B, SHAPE_70B, TINY
 
 from gradckpt.__main__ import main
 from gradckpt._planning import comparison

@@ -1,4 +1,4 @@
-"""tests/helpers/plan_pages.py: what pages show of `gradckpt plan` is what it prints."""
+"""tests/helpers/pages.py: what pages show of `gradckpt plan` is what it prints."""
 
 import os
 import re
@@ -13,15 +13,15 @@ pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
 PAGES = ("README.md", "docs/decide.md", "docs/budgets.md")
-RERUN = "run python tests/helpers/plan_pages.py " + " ".join(PAGES)
+RERUN = "run python tests/helpers/pages.py " + " ".join(PAGES)
 
 
 def written(page, folder):
-    """A copy of a page that plan_pages.py has written to."""
+    """A copy of a page that pages.py has written to."""
     copy = folder / "page.md"
     copy.write_text(page)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TRANSFORMERS_VERBOSITY": "error"}
-    command = [sys.executable, HELPERS / "plan_pages.py", copy]
+    command = [sys.executable, HELPERS / "pages.py", copy]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return copy.read_text()
@@ -43,7 +43,7 @@ def test_pages_show_what_the_command_prints(page, tmp_path):
 
 def test_an_old_figure_is_replaced(tmp_path):
     command = "gradckpt plan google/vit-large-patch16-224 --batch 2"
-    mark = "<!-- of its output, by tests/helpers/plan_pages.py: verdict, lines -->"
+    mark = "<!-- of its output, by tests/helpers/pages.py: verdict, lines -->"
     page = f"```console\n$ {command}\n```\n\n{mark}\n\n```text\nIt fits.\n```\n\n<!-- end -->\n"
     found = written(page, tmp_path)
     assert "It fits." not in found

@@ -10,14 +10,14 @@ import zipapp
 
 import pytest
 import torch
-from checkout import SCRIPTS
-from launcher import ENV, LAUNCH, REGION, call, on_path, program, script
+from checkout import PROGRAMS
+from worlds import ENV, LAUNCH, REGION, call, on_path, program, script
 
 import gradckpt
 import gradckpt._script
 
-PLAIN = SCRIPTS / "plain_loop.py"
-TRAINER = SCRIPTS / "hf_trainer.py"
+PLAIN = PROGRAMS / "plain_loop.py"
+TRAINER = PROGRAMS / "hf_trainer.py"
 
 
 def relative_error(found, exact):

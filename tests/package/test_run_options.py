@@ -8,14 +8,14 @@ import sys
 import textwrap
 
 import pytest
-from checkout import ROOT, SCRIPTS
-from launcher import LAUNCH, REGION, call, program, script
+from checkout import PROGRAMS, ROOT
+from worlds import LAUNCH, REGION, call, program, script
 
 import gradckpt
 import gradckpt._script
 import gradckpt.run
 
-TRAINER = SCRIPTS / "hf_trainer.py"
+TRAINER = PROGRAMS / "hf_trainer.py"
 
 
 def test_help():

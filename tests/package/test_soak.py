@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkout import ROOT, SCRIPTS, TESTS
-from codec_isas import ISAS, forced
-from payload_arrays import whole
+from checkout import PROGRAMS, ROOT, TESTS
+from codec_libraries import ISAS, forced, whole
 
 import gradckpt
 from gradckpt import _C
@@ -114,7 +113,7 @@ def doctor(venv):
 
 
 def trainer_step(venv):
-    venv.run(SCRIPTS / "trainer_step.py")
+    venv.run(PROGRAMS / "trainer_step.py")
     return []
 
 

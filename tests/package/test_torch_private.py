@@ -12,14 +12,14 @@ from checkout import ROOT
 
 from gradckpt._engine import torch_private as private
 
-SCRIPT = ROOT / "tests" / "helpers" / "without_names.py"
+SCRIPT = ROOT / "tests" / "helpers" / "first_imports.py", "without_names"
 #: Those that this process has looked up; names of Dynamo are looked up when it is imported.
 NAMES = [path for path in private.NAMES if path not in private.MISSING and path not in private.DYNAMO.values()]
 PARTS = 4
 
 
 def without(names):
-    out = subprocess.run([sys.executable, SCRIPT, json.dumps(names)], capture_output=True, text=True)
+    out = subprocess.run([sys.executable, *SCRIPT, json.dumps(names)], capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     return {path: said for line in out.stdout.splitlines() for path, said in json.loads(line).items()}
 

@@ -14,12 +14,12 @@ import sys
 
 import pytest
 import torch
-from planned_nets import (  # noqa: F401 (a fixture of every test here)
+from small_models import (  # noqa: F401 (a fixture of every test here)
     LAYERS,
+    NET_WIDTH,
     ROWS,
-    WIDTH,
-    Block,
     Net,
+    PlannedBlock,
     Untouched,
     fixed_costs,
     net,
@@ -60,7 +60,7 @@ def gradients(model, batch):
     return [p.grad.clone() for p in model.parameters()]
 
 
-BATCH = torch.randn(ROWS, WIDTH)
+BATCH = torch.randn(ROWS, NET_WIDTH)
 
 
 # ---- budgets
@@ -194,12 +194,12 @@ def test_a_budget_that_is_too_small(monkeypatch):
 def test_nothing_of_the_model_changes():
     model = net(3)
     model.blocks.append(nn.Dropout(0.5))
-    model.norm = nn.BatchNorm1d(WIDTH)
+    model.norm = nn.BatchNorm1d(NET_WIDTH)
     model.forward = lambda x: model.norm(Net.forward.__get__(model)(x) * x).square().mean()
-    gradckpt.enable(model, "int8", modules=Block)
+    gradckpt.enable(model, "int8", modules=PlannedBlock)
     model(BATCH).backward()
     with Untouched(model):
-        gradckpt.plan(model, BATCH, budget="1GiB", modules=Block)
+        gradckpt.plan(model, BATCH, budget="1GiB", modules=PlannedBlock)
 
 
 def test_gradients_of_an_exact_plan(monkeypatch):
@@ -326,17 +326,17 @@ def test_a_plan_for_another_model(tmp_path):
     with pytest.raises(ValueError, match=r"another model: Net has no module 'blocks\.2'"):
         plan.apply(net(2))
     wide = net(3)
-    wide.blocks[1] = Block(2 * WIDTH)
+    wide.blocks[1] = PlannedBlock(2 * NET_WIDTH)
     with pytest.raises(ValueError, match=r"another model: 'blocks\.1' has other parameters"):
         gradckpt.enable(wide, plan=plan)
-    wide.blocks[1] = nn.Linear(WIDTH, WIDTH)
+    wide.blocks[1] = nn.Linear(NET_WIDTH, NET_WIDTH)
     with pytest.raises(ValueError, match=r"another model: 'blocks\.1' is Linear, not Block"):
         gradckpt.enable(wide, plan=plan)
     with pytest.raises(ValueError, match=r"another model: 'blocks\.3\.norm\.weight', 128, is not in it"):
         gradckpt.enable(net(4), plan=plan)
     other = net(3)
-    other.embed = nn.Linear(WIDTH, WIDTH, bias=False)
-    other.embed.weight = nn.Parameter(torch.zeros(WIDTH, 64))
+    other.embed = nn.Linear(NET_WIDTH, NET_WIDTH, bias=False)
+    other.embed.weight = nn.Parameter(torch.zeros(NET_WIDTH, 64))
     with pytest.raises(ValueError, match=r"another model: 'embed\.weight', 128 x 64, was 128 x 128; make a new plan"):
         gradckpt.enable(other, plan=plan)
     for text, said in (
@@ -479,15 +479,15 @@ def test_it_is_planned_again_for_more(monkeypatch, caplog):
         assert "planned again, since the optimizer has states now" in caplog.text
         training.step(parts=2)
         assert "planned again, since gradients exist before the forward" in caplog.text
-        training.step(torch.randn(2 * ROWS, WIDTH))
+        training.step(torch.randn(2 * ROWS, NET_WIDTH))
         assert "since the input is larger" in caplog.text
         said = len(caplog.records)
         training.step(parts=2)
         training.step(BATCH[:16])
         with torch.no_grad():
-            model(torch.randn(4 * ROWS, WIDTH))
+            model(torch.randn(4 * ROWS, NET_WIDTH))
         model.eval()
-        model(torch.randn(4 * ROWS, WIDTH))
+        model(torch.randn(4 * ROWS, NET_WIDTH))
         model.train()
         assert len(caplog.records) <= said + 1  # of the first call with the larger input
 
@@ -497,7 +497,7 @@ def test_one_token(monkeypatch):
     model = net(3)
     gradckpt.enable(model, budget="1GiB")
     for _ in range(3):
-        Training(model).step(torch.randn(1, WIDTH))
+        Training(model).step(torch.randn(1, NET_WIDTH))
 
 
 def test_a_copy_plans_by_itself(monkeypatch):

@@ -11,7 +11,7 @@ import weakref
 import numpy
 import pytest
 import torch
-from planned_nets import ROWS, WIDTH, Block, fixed_costs, measured_briefly, net
+from small_models import NET_WIDTH, ROWS, PlannedBlock, fixed_costs, measured_briefly, net
 from torch import nn
 
 import gradckpt
@@ -37,7 +37,7 @@ def measured(monkeypatch):
 def step(model, context=contextlib.nullcontext):
     weight = next(model.parameters())
     with context():
-        loss = model(torch.ones(ROWS, WIDTH, dtype=weight.dtype, device=weight.device))
+        loss = model(torch.ones(ROWS, NET_WIDTH, dtype=weight.dtype, device=weight.device))
     loss.backward()
 
 
@@ -47,11 +47,11 @@ def other_layer_is_trained(model):
 
 
 def larger_parameter(model):
-    model.blocks[1].up.bias = nn.Parameter(torch.zeros(ROWS, 4 * WIDTH))
+    model.blocks[1].up.bias = nn.Parameter(torch.zeros(ROWS, 4 * NET_WIDTH))
 
 
 def larger_module(model):
-    model.embed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model.embed = nn.Sequential(nn.Linear(NET_WIDTH, NET_WIDTH), nn.Linear(NET_WIDTH, NET_WIDTH))
 
 
 def parameter_of_a_leaf(model):
@@ -114,8 +114,8 @@ def test_gradients_of_replaced_parameters_count(caplog):
     for _ in range(2):
         step(model)
         model.zero_grad()
-    weight = model.embed.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    weight.grad = torch.ones(WIDTH, WIDTH)
+    weight = model.embed.weight = nn.Parameter(torch.ones(NET_WIDTH, NET_WIDTH))
+    weight.grad = torch.ones(NET_WIDTH, NET_WIDTH)
     with caplog.at_level(logging.INFO, "gradckpt"):
         step(model)
     assert caplog.text.count("planned again, since gradients exist") == 1
@@ -168,7 +168,7 @@ def test_a_walk_finds_what_parameters_have():
         check()
     model.blocks[0], model.blocks[1] = model.blocks[1], nn.Identity()
     check()
-    model.blocks.append(Block())
+    model.blocks.append(PlannedBlock())
     check()
     del model.blocks[0]
     check()
@@ -189,7 +189,7 @@ def test_parts_that_are_replaced_are_freed():
     step(model)
     model.zero_grad()
     part = weakref.ref(model.embed.weight)
-    model.embed = nn.Linear(WIDTH, WIDTH)
+    model.embed = nn.Linear(NET_WIDTH, NET_WIDTH)
     gc.collect()
     assert part() is None
 
@@ -209,7 +209,7 @@ def test_generators_move_as_with_checkpoints(monkeypatch):
     """Recomputing draws from Python's and numpy's again, and measuring does not."""
     measured(monkeypatch)
 
-    class Drawing(Block):
+    class Drawing(PlannedBlock):
         def forward(self, x):
             return super().forward(x) * (numpy.random.rand() + random.random() + torch.rand(()))
 
@@ -225,7 +225,7 @@ def test_generators_move_as_with_checkpoints(monkeypatch):
     expected = draws(lambda: step(model))
     gradckpt.enable(model, budget="1GiB", modules=Drawing)
     assert draws(lambda: step(model)) == expected
-    planned = draws(lambda: gradckpt.plan(model, torch.ones(ROWS, WIDTH), budget="1GiB", modules=Drawing))
+    planned = draws(lambda: gradckpt.plan(model, torch.ones(ROWS, NET_WIDTH), budget="1GiB", modules=Drawing))
     assert planned == draws(lambda: None), "a plan for later leaves them where they are"
 
 

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 import transformers
-from planned_nets import fixed_costs, peak_of, short_measurements, smallest_of  # noqa: F401 (a fixture of every test here)
+from small_models import fixed_costs, peak_of, short_measurements, smallest_of  # noqa: F401 (a fixture of every test here)
 from torch import nn
 
 import gradckpt

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from planned_nets import fixed_costs, measured_briefly, peak_of, smallest_of
+from small_models import fixed_costs, measured_briefly, peak_of, smallest_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 

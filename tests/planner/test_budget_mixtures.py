@@ -7,7 +7,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import pytest
 import torch
 import transformers
-from planned_nets import fixed_costs
+from small_models import fixed_costs
 
 import gradckpt
 from gradckpt._planning import options

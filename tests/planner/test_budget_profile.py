@@ -16,7 +16,15 @@ import sys
 import pytest
 import torch
 from checkout import ROOT
-from planned_nets import ROWS, WIDTH, Block, Net, fixed_costs, net, short_measurements  # noqa: F401 (a fixture of every test here)
+from small_models import (  # noqa: F401 (a fixture of every test here)
+    NET_WIDTH,
+    ROWS,
+    Net,
+    PlannedBlock,
+    fixed_costs,
+    net,
+    short_measurements,
+)
 
 import gradckpt
 from gradckpt import _apart
@@ -26,7 +34,7 @@ from gradckpt._planning.profile import Profile
 from gradckpt._planning.region_plan import NoPlan
 from gradckpt._planning.segments import KINDS, Segment, StepTrace, condensed
 
-BATCH = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+BATCH = torch.randn(ROWS, NET_WIDTH, generator=torch.Generator().manual_seed(0))
 CODECS = ["int8", "int4"]
 
 
@@ -110,7 +118,10 @@ def test_the_same_file_gives_the_same_bytes(tmp_path, monkeypatch):
 
 def other_blocks():
     model = net(2)
-    model.blocks[1].up, model.blocks[1].down = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+    model.blocks[1].up, model.blocks[1].down = (
+        torch.nn.Linear(NET_WIDTH, NET_WIDTH),
+        torch.nn.Linear(NET_WIDTH, NET_WIDTH),
+    )
     return model
 
 
@@ -119,7 +130,12 @@ def other_blocks():
     [
         (lambda: net(3), BATCH, {}, "another model: 'blocks.2.norm.weight', 128, is not in it; make a new plan"),
         (lambda: net(2), BATCH, {"modules": "blocks.0"}, "with other modules: 'blocks.1' is no region here"),
-        (other_blocks, BATCH, {"modules": Block}, "another model: 'blocks.1' has other parameters; make a new plan"),
+        (
+            other_blocks,
+            BATCH,
+            {"modules": PlannedBlock},
+            "another model: 'blocks.1' has other parameters; make a new plan",
+        ),
         (
             lambda: net(2),
             BATCH[:64],
@@ -136,7 +152,7 @@ def test_a_profile_of_something_else(model, batch, keywords, said, monkeypatch):
     fixed_costs(monkeypatch)
     made = gradckpt.plan(net(2), BATCH, budget="1GiB", compress=CODECS)
     if said.startswith("had 6 of 6"):
-        keywords = {"modules": Block}
+        keywords = {"modules": PlannedBlock}
         changed = model()
         changed.embed.requires_grad_(True)
         model = lambda: changed  # noqa: E731
@@ -315,7 +331,9 @@ def test_a_regions_error_is_that_of_a_gradient_like_no_other(monkeypatch):
         def __init__(self):
             super().__init__(2)
             for block in self.blocks:
-                block.forward = lambda x, block=block: torch.nn.functional.layer_norm(Block.forward(block, x), (WIDTH,))
+                block.forward = lambda x, block=block: torch.nn.functional.layer_norm(
+                    PlannedBlock.forward(block, x), (NET_WIDTH,)
+                )
 
     found = []
     measured = options._measure
@@ -327,7 +345,7 @@ def test_a_regions_error_is_that_of_a_gradient_like_no_other(monkeypatch):
     monkeypatch.setattr(options, "_measure", measure)
     monkeypatch.setattr(_apart, "can_fork", lambda: False)  # or a child would find it
     torch.manual_seed(0)
-    gradckpt.plan(Normed().train(), BATCH, budget="1GiB", compress="int4", modules=Block)
+    gradckpt.plan(Normed().train(), BATCH, budget="1GiB", compress="int4", modules=PlannedBlock)
     errors = {option.name: cost.error for option, cost in found[0].items() if option.codec}
     assert 0.001 < errors["recompute int4"] < 0.5
     assert 0.001 < errors["compress int4"] < 0.5
@@ -336,7 +354,7 @@ def test_a_regions_error_is_that_of_a_gradient_like_no_other(monkeypatch):
 # ---- options
 
 
-class Attending(Block):
+class Attending(PlannedBlock):
     def forward(self, x):
         heads = x.view(1, len(x), 4, -1).transpose(1, 2)
         found = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)

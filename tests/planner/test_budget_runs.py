@@ -6,7 +6,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import pytest
 import torch
-from shared_counts import SharedCount
+from processes import SharedCount
 from torch import nn
 
 import gradckpt

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from planned_nets import Block, Net
+from small_models import Net, PlannedBlock
 
 import gradckpt
 from gradckpt._offload import plain_data
@@ -264,5 +264,5 @@ def test_rules_of_modules_name_places():
     offloads = {name: settings.get("offload") for name, settings in handle.modules.items()}
     assert offloads == {"blocks.0": place, "blocks.1": place, "blocks.2": None}
     assert gradckpt.enable(model, None, modules=rules).modules == handle.modules
-    handle = gradckpt.enable(model, None, modules={Block: {"compress": None, "offload": None}}, offload=place)
+    handle = gradckpt.enable(model, None, modules={PlannedBlock: {"compress": None, "offload": None}}, offload=place)
     assert all("offload" not in settings for settings in handle.modules.values())

@@ -10,7 +10,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import pytest
 import torch
 import transformers
-from planned_nets import Untouched
+from small_models import Untouched
 
 import gradckpt
 from gradckpt._planning import comparison

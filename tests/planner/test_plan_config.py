@@ -5,11 +5,11 @@ import json
 import re
 import resource
 
+import model_families
 import pytest
 import torch
 import transformers
-import transformers_names
-from plan_shapes import SHAPE_8B, SHAPE_70B, TINY
+from small_models import SHAPE_8B, SHAPE_70B, TINY
 from transformers.utils import logging
 
 import gradckpt
@@ -176,7 +176,7 @@ def test_autocast_is_that_of_cuda(write):
     seen = {}
     for name, module in planned.model.transformer.h[0].named_modules():
         module.register_forward_hook(lambda module, args, output, name=name: seen.setdefault(name, []).append(output))
-    transformers_names.turn_on(planned.model, {"use_reentrant": False})
+    model_families.turn_on(planned.model, {"use_reentrant": False})
     step(planned, 16)
     dtypes = {
         name: [x.dtype for x in outputs] for name, outputs in seen.items() if name in {"ln_1", "mlp.act", "mlp.c_fc"}

@@ -8,12 +8,12 @@ import math
 
 import pytest
 import torch
-from planned_nets import ROWS, WIDTH, fixed_costs, measured_briefly, net
+from small_models import NET_WIDTH, ROWS, fixed_costs, measured_briefly, net
 from torch import nn
 
 import gradckpt
 
-BATCH = torch.zeros(ROWS, WIDTH)
+BATCH = torch.zeros(ROWS, NET_WIDTH)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def plan():
         fixed_costs(patch)
         measured_briefly(patch)
         model = net(3)
-        model.embed = nn.Linear(WIDTH, WIDTH)
+        model.embed = nn.Linear(NET_WIDTH, NET_WIDTH)
         budget = gradckpt.plan(model, BATCH, budget="1GiB").smallest_budget + 2**19
         return gradckpt.plan(model, BATCH, budget=budget, error="5%", optimizer=torch.optim.SGD(model.parameters()))
 

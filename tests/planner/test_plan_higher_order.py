@@ -1,10 +1,10 @@
 """plan(), budgets and gradient_error() of models that call higher order operators of torch:
 simulated, or by real steps where Dynamo has to capture them first."""
 
-import higher_order
 import pytest
+import selective_ways
 import torch
-from higher_order import missing, surroundings
+from selective_ways import missing, surroundings
 from torch._subclasses import FakeTensorMode
 
 import gradckpt
@@ -18,7 +18,7 @@ CAPTURED = ["cond"]
 class Net(torch.nn.Module):
     def __init__(self, name):
         super().__init__()
-        self.layers = torch.nn.ModuleList(higher_order.Block(name) for _ in range(2))
+        self.layers = torch.nn.ModuleList(selective_ways.OperatorBlock(name) for _ in range(2))
 
     def forward(self, x):
         for layer in self.layers:
@@ -34,7 +34,7 @@ def net(request):
         yield Net(request.param).train()
 
 
-X = torch.randn(16, higher_order.N, generator=torch.Generator().manual_seed(0))
+X = torch.randn(16, selective_ways.N, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("net", SIMULATED, indirect=True)

@@ -6,8 +6,14 @@ import warnings
 
 import pytest
 import torch
-from plan_shapes import TINY
-from planned_nets import ROWS, WIDTH, fixed_costs, net, short_measurements  # noqa: F401 (a fixture of every test here)
+from small_models import (  # noqa: F401 (a fixture of every test here)
+    NET_WIDTH,
+    ROWS,
+    TINY,
+    fixed_costs,
+    net,
+    short_measurements,
+)
 from torch import nn
 
 import gradckpt
@@ -16,7 +22,7 @@ from gradckpt._planning import options
 from gradckpt._planning.command import main
 from gradckpt._planning.region_plan import Plan
 
-BATCH = torch.randn(ROWS, WIDTH)
+BATCH = torch.randn(ROWS, NET_WIDTH)
 FAST = 1000  # GB/s
 
 
@@ -120,7 +126,7 @@ def test_a_step_stays_within_the_budget(name, place, monkeypatch):
 
 def test_less_is_needed_than_without_a_place(place, monkeypatch):
     fixed_costs(monkeypatch)
-    model, batch = net(12), torch.randn(8 * ROWS, WIDTH)
+    model, batch = net(12), torch.randn(8 * ROWS, NET_WIDTH)
     small = dataclasses.replace(place, host_budget="1MiB")
     plans = [gradckpt.plan(model, batch, budget="4GiB", offload=each) for each in (None, small)]
     assert plans[1].smallest_budget < plans[0].smallest_budget

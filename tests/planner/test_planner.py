@@ -1,5 +1,5 @@
 """gradckpt._C.choose_options against plans that are replayed one by one, block by block
-(helpers/replay_chains.py), and what it promises where there are too many plans for that."""
+(helpers/planner_chains.py), and what it promises where there are too many plans for that."""
 
 import array
 import hashlib
@@ -10,10 +10,21 @@ import sys
 
 import numpy as np
 import pytest
-from built import gcc, output_of, said_of_failing_memory
-from checkout import CSRC, HELPERS, ROOT
-from planner_chains import arguments_of, chain_of_126, plain_time, solve, sums_of, tables_of
-from replay_chains import UNAVAILABLE, least_time, plans, random_chain, replay
+from checkout import CSRC, HELPERS, NATIVE, ROOT
+from native_programs import gcc, output_of, said_of_failing_memory
+from planner_chains import (
+    UNAVAILABLE,
+    arguments_of,
+    chain_of_126,
+    least_time,
+    plain_time,
+    plans,
+    random_chain,
+    replay,
+    solve,
+    sums_of,
+    tables_of,
+)
 
 from gradckpt import _C
 
@@ -375,7 +386,7 @@ def test_every_cpu_finds_the_same(tmp_path):
     """Buckets and options with this CPU's vector instructions, and without."""
     said = []
     for name, flags in {"vector": [], "plain": ["-D__builtin_cpu_supports(name)=0"]}.items():
-        gcc("-O3", *flags, HELPERS / "planner_buckets.c", CSRC / "planner" / "chain.c", "-o", tmp_path / name)
+        gcc("-O3", *flags, NATIVE / "planner_buckets.c", CSRC / "planner" / "chain.c", "-o", tmp_path / name)
         said.append(output_of(tmp_path / name).splitlines())
     assert said[0] == said[1]
     assert len(said[0]) == 4000

@@ -13,7 +13,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import numpy
 import pytest
 import torch
-from plan_shapes import SHAPE_8B
+from small_models import SHAPE_8B
 from torch.nn import functional as F
 
 import gradckpt

@@ -9,7 +9,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import pytest
 import torch
 from caching_programs import PROGRAMS, TOKENS, WIDTH, loss_of, make
-from planned_nets import measured_briefly
+from small_models import measured_briefly
 
 import gradckpt
 from gradckpt import _apart, _settings

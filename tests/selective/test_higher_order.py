@@ -4,10 +4,10 @@ those of the plain program."""
 import importlib
 import pickle
 
-import higher_order
 import pytest
+import selective_ways
 import torch
-from higher_order import LOSSY, OPERATORS, WAYS, fault, make, missing, surroundings
+from selective_ways import LOSSY, OPERATORS, WAYS, fault, make, missing, surroundings
 from torch._ops import HigherOrderOperator
 
 import gradckpt
@@ -69,7 +69,7 @@ def test_flex_attention_is_kept(monkeypatch, policy, runs):
 
     monkeypatch.setattr(module, "math_attention", counted)
     with surroundings():
-        block, x = higher_order.Block("flex_attention"), torch.ones(16, higher_order.N, requires_grad=True)
+        block, x = selective_ways.OperatorBlock("flex_attention"), torch.ones(16, selective_ways.N, requires_grad=True)
         gradckpt.checkpoint(block, x * 1, policy=policy).sum().backward()
     assert len(calls) == runs
 

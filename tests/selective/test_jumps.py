@@ -3,7 +3,8 @@ replayed, or a table says why it is not.
 
     python tests/selective/test_jumps.py [--part 1/4] [--samples 14] [--only amax] [--errors]
 
-prints which operators jump (tests/helpers/jumps.py says what that is), and how many of these jumps
+prints which operators jump (tests/helpers/operator_samples.py says what that is), and how many of
+these jumps
 are not replayed. With --errors: the error of the gradient of a region of each operator of
 NOT_REPLAYED with int8, the root of the mean square over the samples. Every test is such a process,
 as those of test_opinfo.py.
@@ -21,10 +22,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jumps
+import operator_samples
 import pytest
 import torch
-from opinfo import Case, cases, operators
+from operator_samples import Case, cases, operators
 from processes import printed_by
 
 SAMPLES = 3
@@ -149,22 +150,22 @@ class Sweep:
         self.wrong = 0
 
     def check(self, case: Case) -> None:
-        name = case.name.removesuffix(jumps.IN_PLACE)
-        for moved, jump in jumps.search(case):
+        name = case.name.removesuffix(operator_samples.IN_PLACE)
+        for moved, jump in operator_samples.search(case):
             key = name, jump.kind
             self.found[key] += 1
             self.sizes[key] = max(self.sizes.get(key, 0.0), jump.size)
-            if not jumps.is_replayed(moved, jump):
+            if not operator_samples.is_replayed(moved, jump):
                 self.left[key] += 1
                 if complaint := self.complaint(name, moved, jump):
                     self.wrong += 1
                     print(f"WRONG {case.name}: {complaint}, size {jump.size:.3g}", flush=True)
 
-    def complaint(self, name: str, moved: jumps.Moved, jump: jumps.Jump) -> str | None:
+    def complaint(self, name: str, moved: operator_samples.Moved, jump: operator_samples.Jump) -> str | None:
         reason = REASONS.get(name)
         if reason is None or jump.kind not in reason.kinds.split():
             return f"{jump.kind} jump, which neither is replayed nor has a reason"
-        if reason.on_request and jump.kind != "gradients" and not jumps.is_replayed(moved, jump, "casts"):
+        if reason.on_request and jump.kind != "gradients" and not operator_samples.is_replayed(moved, jump, "casts"):
             return f'{jump.kind} jump, which replay_discrete="casts" does not replay'
         return None
 
@@ -181,11 +182,13 @@ def samples(part: int, parts: int, most: int, wanted: set[str] | None) -> Iterat
         return (wanted is None or name in wanted) and not name.startswith(UNDEFINED)
 
     if part == 0:
-        yield from (case for case in jumps.further_cases() if take(case.name.removesuffix(jumps.IN_PLACE)))
+        yield from (
+            case for case in operator_samples.further_cases() if take(case.name.removesuffix(operator_samples.IN_PLACE))
+        )
     for op in operators()[part::parts]:
         if take(op.formatted_name) and torch.float64 in op.dtypes:
             for case in itertools.islice(cases(op, torch.float64, most > SAMPLES), most):
-                yield from jumps.variants(op, case)
+                yield from operator_samples.variants(op, case)
 
 
 def errors() -> Iterator[tuple[str, float]]:
@@ -193,8 +196,10 @@ def errors() -> Iterator[tuple[str, float]]:
     the root of the mean square over samples."""
     for op in operators():
         if op.formatted_name in REASONS and op.supports_autograd:
-            moved = [jumps.Moved(case, 0.0, seed) for case in cases(op, torch.float32, False) for seed in range(3)]
-            found = [error for each in moved if (error := jumps.gradient_error(each, "int8")) is not None]
+            moved = [
+                operator_samples.Moved(case, 0.0, seed) for case in cases(op, torch.float32, False) for seed in range(3)
+            ]
+            found = [error for each in moved if (error := operator_samples.gradient_error(each, "int8")) is not None]
             if found:
                 yield op.formatted_name, statistics.fmean(error**2 for error in found) ** 0.5
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from kept_regions import Block, Plain, X, chain, checkpointed, counter, kept, nested, run, ways
+from selective_ways import KeptBlock, Plain, X, checkpointed, counter, in_sequence, kept_call, nested, run, ways
 from torch import nn
 
 import gradckpt
@@ -14,7 +14,7 @@ from gradckpt import policies
 from gradckpt._engine import kept_calls
 
 CALLS = counter()
-BLOCK, PLAIN = Block(policies.region, CALLS), Plain(CALLS)
+BLOCK, PLAIN = KeptBlock(policies.region, CALLS), Plain(CALLS)
 MODULES = (BLOCK, PLAIN)
 W = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(5)))
 
@@ -65,7 +65,7 @@ NESTINGS = {
 @pytest.mark.parametrize("nesting", NESTINGS)
 def test_nestings(nesting):
     names = itertools.count()
-    both = nested(nesting, PARTS, ours=checkpointed, again=again, kept=lambda f: kept(f, f"call {next(names)}"))
+    both = nested(nesting, PARTS, ours=checkpointed, again=again, kept=lambda f: kept_call(f, f"call {next(names)}"))
     ran, expected = (run(f, MODULES, CALLS, 2) for f in both)
     assert ran.equals(expected)
     assert ran.forward == expected.forward == {"plain": 1}
@@ -87,14 +87,14 @@ def test_views_of_arguments(strides, compress):
         "expanded": lambda b: (b[:1] * 1).expand(16, 16),
         "offset": lambda b: (b * 1)[2:],
     }[strides]
-    function = chain(lambda x: x @ W, kept(views), torch.tanh)
+    function = in_sequence(lambda x: x @ W, kept_call(views), torch.tanh)
     grads = [
         torch.autograd.grad(f(x(base)).sum(), (base, W))
-        for f in (chain(lambda x: x @ W, views, torch.tanh), checkpointed(function, compress=compress))
+        for f in (in_sequence(lambda x: x @ W, views, torch.tanh), checkpointed(function, compress=compress))
     ]
     direct = [
         torch.autograd.grad(f(x(base)).sum(), base)
-        for f in (views, checkpointed(chain(kept(views)), compress=compress))
+        for f in (views, checkpointed(in_sequence(kept_call(views)), compress=compress))
     ]
     assert all(map(torch.equal, *grads))
     assert all(map(torch.equal, *direct))
@@ -102,8 +102,8 @@ def test_views_of_arguments(strides, compress):
 
 #: An argument that the recompute makes; an output behind the last saved tensor.
 NOT_KEPT = {
-    "argument": lambda x, hold: kept(lambda h: h.sin())(hold(x @ W)),
-    "output": lambda x, hold: hold(kept(lambda h: torch.nn.functional.linear(h, W))(x.sin())) + 1,
+    "argument": lambda x, hold: kept_call(lambda h: h.sin())(hold(x @ W)),
+    "output": lambda x, hold: hold(kept_call(lambda h: torch.nn.functional.linear(h, W))(x.sin())) + 1,
 }
 
 
@@ -126,7 +126,7 @@ def test_outputs_that_only_kept_calls_read_need_no_recompute():
 
     def function(x):
         ran.append(x)
-        return kept(torch.sin, "sin")(kept(lambda x: x * 2)(x))
+        return kept_call(torch.sin, "sin")(kept_call(lambda x: x * 2)(x))
 
     gradckpt.checkpoint(function, X.clone().requires_grad_()).sum().backward()
     assert len(ran) == 1
@@ -134,7 +134,7 @@ def test_outputs_that_only_kept_calls_read_need_no_recompute():
 
 def test_compressed_inputs_are_not_held_by_a_kept_call():
     x = X.clone().requires_grad_() * 1
-    y = gradckpt.checkpoint(kept(lambda x: x.sin()), x, compress={"codec": "int8", "min_numel": 1})
+    y = gradckpt.checkpoint(kept_call(lambda x: x.sin()), x, compress={"codec": "int8", "min_numel": 1})
     held = weakref.ref(x)
     del x
     assert held() is None
@@ -147,7 +147,7 @@ def test_containers():
         return {"out": [a.sin() * b, (b.cos(), None, "text")], "same": a, "scale": scale}
 
     def function(a, b):
-        out = kept(inside)({"a": a @ W, "b": b @ W}, scale=3)
+        out = kept_call(inside)({"a": a @ W, "b": b @ W}, scale=3)
         return (out["out"][0] * out["out"][1][0] * out["same"] * out["scale"]).tanh()
 
     a, b = (X.clone().requires_grad_() for _ in range(2))
@@ -158,7 +158,7 @@ def test_containers():
 
 def test_parts_of_the_graph_one_after_the_other():
     def function(x):
-        y = kept(lambda x: x.sin())(x @ W)
+        y = kept_call(lambda x: x.sin())(x @ W)
         return y.exp(), y.cos()
 
     grads = []
@@ -178,7 +178,7 @@ def test_hooks_around_see_what_is_kept():
         seen.append(x)
         return x
 
-    function = chain(lambda x: x @ W, kept(lambda x: x.sin().exp()))
+    function = in_sequence(lambda x: x @ W, kept_call(lambda x: x.sin().exp()))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         y = gradckpt.checkpoint(function, X.clone().requires_grad_() * 1)
     assert any(torch.equal(x, (X @ W).sin().exp()) for x in seen)
@@ -189,7 +189,7 @@ def test_discrete_operators_are_counted_around_kept_calls():
     def pick(x):
         return x * nn.functional.one_hot(x.argmax(-1), x.shape[-1])
 
-    function = chain(kept(lambda x: pick(x) + x), lambda x: (pick(x.roll(1, -1)) @ W).sin())
+    function = in_sequence(kept_call(lambda x: pick(x) + x), lambda x: (pick(x.roll(1, -1)) @ W).sin())
     grads = []
     for compress in (None, {"codec": "int4", "min_numel": 1}):
         y = gradckpt.checkpoint(function, X.clone().requires_grad_() * 1, compress=compress)
@@ -230,14 +230,15 @@ def raises(function, match, error=RuntimeError, **options):
 
 
 def test_errors():
-    raises(chain(kept(torch.sin), kept(torch.cos)), "two calls of this region have the name 'call'")
-    raises(chain(kept(torch.sin), again(torch.cos, "call")), "two calls of this region have the name 'call'")
-    raises(kept(again(torch.sin)), "'again' with recompute=True lies in 'call'")
-    raises(kept(lambda x: x.mul_(2)), "'call' with recompute=False changed an argument in place")
+    raises(in_sequence(kept_call(torch.sin), kept_call(torch.cos)), "two calls of this region have the name 'call'")
+    raises(in_sequence(kept_call(torch.sin), again(torch.cos, "call")), "two calls of this region have the name 'call'")
+    raises(kept_call(again(torch.sin)), "'again' with recompute=True lies in 'call'")
+    raises(kept_call(lambda x: x.mul_(2)), "'call' with recompute=False changed an argument in place")
     raises(
-        chain(kept(torch.tanh), lambda y: y.mul_(2).sin()), "modified by an inplace operation|changed in place later"
+        in_sequence(kept_call(torch.tanh), lambda y: y.mul_(2).sin()),
+        "modified by an inplace operation|changed in place later",
     )
-    raises(kept(torch.sin), "needs a graph, which this form of region lacks", use_reentrant=True)
+    raises(kept_call(torch.sin), "needs a graph, which this form of region lacks", use_reentrant=True)
     with pytest.raises(RuntimeError, match="needs a graph"):
         gradckpt.SelectiveRecompute.apply(BLOCK, None, X.clone().requires_grad_())
     policy = policies.save_named("call").compressed("int8")
@@ -250,18 +251,21 @@ def test_errors():
 
 
 def test_outputs_may_not_change_in_place():
-    raises(chain(kept(lambda x: x @ W), lambda y: y.mul_(2).sin()), "an output of the call 'call' .* changed in place")
+    raises(
+        in_sequence(kept_call(lambda x: x @ W), lambda y: y.mul_(2).sin()),
+        "an output of the call 'call' .* changed in place",
+    )
 
 
 def test_saved_tensors_may_not_change_in_place():
-    y = gradckpt.checkpoint(kept(torch.tanh), X.clone().requires_grad_() * 1)
+    y = gradckpt.checkpoint(kept_call(torch.tanh), X.clone().requires_grad_() * 1)
     y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
 def test_a_kept_call_of_a_region_that_runs_again_warns():
-    nested, plain = checkpointed(chain(checkpointed(BLOCK), torch.cos)), chain(BLOCK, torch.cos)
+    nested, plain = checkpointed(in_sequence(checkpointed(BLOCK), torch.cos)), in_sequence(BLOCK, torch.cos)
     with pytest.warns(gradckpt.GradckptInactiveWarning, match="runs again"):
         ran = run(nested, MODULES, CALLS)
     assert ran.equals(run(plain, MODULES, CALLS))
@@ -271,11 +275,11 @@ def test_exceptions_of_the_call():
     def fail(x):
         raise KeyError("user")
 
-    raises(kept(fail), "user", KeyError)
+    raises(kept_call(fail), "user", KeyError)
 
 
 def test_outside_of_regions_and_without_grad():
     ran = run(BLOCK, MODULES, CALLS)
     assert ran.forward == {"kept": 1, "again": 1, "block": 1}
     with torch.no_grad():
-        gradckpt.checkpoint(chain(kept(torch.sin), kept(torch.sin)), X)
+        gradckpt.checkpoint(in_sequence(kept_call(torch.sin), kept_call(torch.sin)), X)

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from kept_regions import checkpointed, kept
+from selective_ways import checkpointed, kept_call
 
 import gradckpt
 
@@ -37,22 +37,25 @@ def torchs(function):
 
 def in_products(x):
     """Its tensors have one shape, so that no error tells which of them went elsewhere."""
-    return (kept(lambda h: h.tanh() * h.sin())(x) @ W).tanh() * x
+    return (kept_call(lambda h: h.tanh() * h.sin())(x) @ W).tanh() * x
 
 
 EXACT = {
     "policy inside, policy outside": (
         checkpointed(
-            lambda x: (kept(checkpointed(torch.sin, policy="save_attention"))(x) @ W).sin(), policy="save_matmuls"
+            lambda x: (kept_call(checkpointed(torch.sin, policy="save_attention"))(x) @ W).sin(), policy="save_matmuls"
         ),
         lambda x: (x.sin() @ W).sin(),
     ),
-    "saves after the call": (checkpointed(lambda x: saved(torch.sin)(kept(torch.sin)(x))), lambda x: x.sin().sin()),
-    "saves in the call": (checkpointed(kept(saved(lambda x: (x @ W).sin()))), lambda x: (x @ W).sin()),
-    "the call in saves": (checkpointed(saved(kept(lambda x: (x @ W).sin()))), lambda x: (x @ W).sin()),
+    "saves after the call": (
+        checkpointed(lambda x: saved(torch.sin)(kept_call(torch.sin)(x))),
+        lambda x: x.sin().sin(),
+    ),
+    "saves in the call": (checkpointed(kept_call(saved(lambda x: (x @ W).sin()))), lambda x: (x @ W).sin()),
+    "the call in saves": (checkpointed(saved(kept_call(lambda x: (x @ W).sin()))), lambda x: (x @ W).sin()),
     "the call in torch's checkpoint": (checkpointed(torchs(in_products)), in_products),
     "the call in torch's checkpoint in saves": (checkpointed(saved(torchs(in_products))), in_products),
-    "saves around the region": (saved(checkpointed(kept(lambda x: (x @ W).sin()))), lambda x: (x @ W).sin()),
+    "saves around the region": (saved(checkpointed(kept_call(lambda x: (x @ W).sin()))), lambda x: (x @ W).sin()),
     "saves of a view, two regions": (
         checkpointed(lambda x: checkpointed(saved(torch.sin))(x.cos().t())),
         lambda x: x.cos().t().sin(),
@@ -79,7 +82,7 @@ def test_arguments_that_share_a_storage(compress, order):
     qkv = torch.randn(3, 2, 64, 16, requires_grad=True)
     parts = (qkv * 1).unbind(0)
     chosen = [parts[i] for i in order]
-    ours = gradckpt.checkpoint(lambda *x: kept(attention)(*x).tanh(), *chosen, compress=compress)
+    ours = gradckpt.checkpoint(lambda *x: kept_call(attention)(*x).tanh(), *chosen, compress=compress)
     grads = [
         torch.autograd.grad(result.sum(), qkv, retain_graph=True)[0] for result in (ours, attention(*chosen).tanh())
     ]
@@ -96,7 +99,7 @@ def force(x):
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("inside", [force, checkpointed(force), torchs(force)], ids=["bare", "region", "torch's"])
 def test_a_backward_inside_the_call_reads_what_the_call_has(inside, early_stop):
-    call = kept(lambda x: inside(x.sin()))
+    call = kept_call(lambda x: inside(x.sin()))
     ours = gradients(checkpointed(lambda x: call(x.sin()), early_stop=early_stop))
     assert all(map(torch.equal, ours, gradients(lambda x: force(x.sin().sin()))))
 
@@ -116,21 +119,21 @@ def raises(x):
 
 def caught(x):
     with contextlib.suppress(ZeroDivisionError):
-        kept(raises)(x)
+        kept_call(raises)(x)
     return x.exp().sin()
 
 
 def tried_again(x):
     try:
-        return kept(raises)(x)
+        return kept_call(raises)(x)
     except ZeroDivisionError:
-        return kept(torch.sin)(x)
+        return kept_call(torch.sin)(x)
 
 
 ERRORS = {
     "caught": (caught, "raised and its region went on"),
     "tried again": (tried_again, "two calls of this region have the name"),
-    "dataclass": (lambda x: kept(lambda y: Result(y.sin()))(x).value, "returned a Result, which may hold tensors"),
+    "dataclass": (lambda x: kept_call(lambda y: Result(y.sin()))(x).value, "returned a Result, which may hold tensors"),
 }
 
 
@@ -148,4 +151,4 @@ def test_functions_whose_body_runs_later():
         yield x
 
     with pytest.raises(TypeError, match="whose body runs when it is called"):
-        kept(generator)
+        kept_call(generator)

@@ -3,13 +3,12 @@
 import itertools
 import json
 
-import kept_then_written as sweep
+import kept_parts as sweep
 import pytest
 import torch
 import torch.nn.functional as F
 from checkout import HELPERS
 from processes import printed_by
-from selective_ways import _nothing_left_behind as _nothing_left_behind
 
 import gradckpt
 
@@ -50,14 +49,14 @@ PARTS = 8
 @pytest.mark.parametrize("part", range(PARTS))
 def test_operators_that_products_are_part_of(part):
     """Those of torch's table, in a process of their own."""
-    wrong, reached = json.loads(printed_by(HELPERS / "kept_then_written.py", part, PARTS))
+    wrong, reached = json.loads(printed_by(HELPERS / "kept_parts.py", "kept_then_written", part, PARTS))
     assert wrong == []
     assert reached > 0
 
 
 @pytest.mark.soak
 def test_operators_that_products_are_part_of_in_every_combination():
-    wrong, _ = json.loads(printed_by(HELPERS / "kept_then_written.py", 0, 1, "all"))
+    wrong, _ = json.loads(printed_by(HELPERS / "kept_parts.py", "kept_then_written", 0, 1, "all"))
     assert wrong == []
 
 

@@ -16,7 +16,7 @@ CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def worse(*options):
-    printed = printed_by(HELPERS / "one_truth.py", *options)
+    printed = printed_by(HELPERS / "kept_parts.py", "one_truth", *options)
     assert printed.splitlines()[-1].endswith(" 0 worse"), printed
 
 

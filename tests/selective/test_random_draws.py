@@ -2,13 +2,233 @@
 generators end where they should."""
 
 import functools
+import random
 
 import pytest
 import torch
-from drawing_programs import follows_a_kept_draw, program, run
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import gradckpt
+from gradckpt._engine.selective import contexts_of
+
+# ---- Random programs of operators that draw random numbers, and what each run of a region drew.
+
+aten = torch.ops.aten
+ROWS, WIDTH = 24, 64
+
+#: Those whose results depend on values: a recompute on restored values gets them from the forward.
+DISCRETE = {}
+#: Those that draw the same numbers whatever the values.
+DRAWING = {}
+#: Those that draw nothing.
+OTHERS = {}
+
+
+def step(table):
+    def add(function):
+        table[function.__name__] = function
+        return function
+
+    return add
+
+
+@step(DISCRETE)
+def bernoulli(h, w, log):
+    mask = torch.bernoulli(h.sigmoid())
+    log.append(mask)
+    return h * mask + h.sin()
+
+
+@step(DISCRETE)
+def bernoulli_in_place(h, w, log):
+    mask = torch.empty_like(h).bernoulli_(h.detach().sigmoid())
+    log.append(mask)
+    return h * mask + h.cos()
+
+
+@step(DISCRETE)
+def multinomial(h, w, log):
+    index = h.softmax(-1).multinomial(3)
+    log.append(index)
+    return h + h.gather(-1, index).sum(-1, keepdim=True)
+
+
+@step(DISCRETE)
+def multinomial_with_replacement(h, w, log):
+    index = h.softmax(-1).multinomial(70, replacement=True)
+    log.append(index)
+    return h + h.gather(-1, index).mean(-1, keepdim=True)
+
+
+@step(DISCRETE)
+def poisson(h, w, log):
+    counts = torch.poisson(h.tanh().exp())
+    log.append(counts)
+    return h * counts / (counts + 1)
+
+
+@step(DISCRETE)
+def binomial(h, w, log):
+    counts = torch.binomial(torch.full_like(h, 50.0), h.detach().sigmoid())
+    log.append(counts)
+    return h * (counts / 50)
+
+
+@step(DISCRETE)
+def gamma(h, w, log):
+    sample = torch._standard_gamma(h.sigmoid() + 0.3)
+    log.append(sample)
+    return h + sample
+
+
+@step(DISCRETE)
+def dirichlet(h, w, log):
+    sample = torch._sample_dirichlet(h.detach().sigmoid() + 0.3)
+    log.append(sample)
+    return h + sample
+
+
+@step(DISCRETE)
+def rrelu(h, w, log):
+    return F.rrelu(h, training=True)
+
+
+@step(DISCRETE)
+def own_generator(h, w, log):
+    generator = torch.Generator().manual_seed(7)
+    mask = torch.bernoulli(h.sigmoid(), generator=generator)
+    after = torch.rand(h.shape, generator=generator)
+    log.extend((mask, after, generator.get_state()))
+    return h * mask * after
+
+
+@step(DRAWING)
+def dropout(h, w, log):
+    mask = F.dropout(torch.ones_like(h), 0.4)
+    log.append(mask)
+    return F.dropout(h, 0.3) * mask
+
+
+@step(DRAWING)
+def rand_like(h, w, log):
+    noise = torch.rand_like(h)
+    log.append(noise)
+    return h * noise
+
+
+@step(DRAWING)
+def normal(h, w, log):
+    noise = torch.normal(torch.zeros_like(h), 1.0)
+    log.append(noise)
+    return torch.normal(h.detach(), 0.1) * h + noise * h
+
+
+@step(DRAWING)
+def exponential(h, w, log):
+    noise = torch.empty_like(h).exponential_()
+    log.append(noise)
+    return h * noise.tanh()
+
+
+@step(DRAWING)
+def gumbel(h, w, log):
+    return h + F.gumbel_softmax(h, hard=True)
+
+
+@step(DRAWING)
+def attention_with_dropout(h, w, log):
+    q = h.view(1, 4, ROWS // 4, WIDTH)
+    return h + F.scaled_dot_product_attention(q, q.sin(), q.cos(), dropout_p=0.3).reshape(h.shape)
+
+
+@step(OTHERS)
+def linear(h, w, log):
+    return (h @ w).tanh() + h
+
+
+@step(OTHERS)
+def attention(h, w, log):
+    q = h.view(1, 4, ROWS // 4, WIDTH)
+    return h + F.scaled_dot_product_attention(q, q.sin(), q.cos()).reshape(h.shape)
+
+
+@step(OTHERS)
+def compare(h, w, log):
+    return h * (h > 0.1)
+
+
+STEPS = {**DISCRETE, **DRAWING, **OTHERS}
+CODECS = ("int8", "int4", "fp8", "int6")
+POLICIES = (
+    *(None, None, "save_matmuls", "save_attention", "every_other_matmul", "discrete"),
+    *("save_matmuls:int4", "save_attention|save_matmuls:int8"),
+    "random operators",
+    "function",
+)
+SAVED = [aten.bernoulli.default, aten.rand_like.default, aten.native_dropout.default, aten.multinomial.default]
+
+
+def _function(ctx, op, *args, **kwargs):
+    return op in SAVED or (gradckpt.policies.save("int8") if op is aten.mm.default else False)
+
+
+def contexts_for(policy):
+    what = {"random operators": SAVED, "function": _function}.get(policy, policy)
+    return contexts_of(what)
+
+
+def program(seed):
+    """(steps, codec or None, policy, who runs the region, nested)."""
+    choose = random.Random(seed)
+    names = [*DISCRETE, *DRAWING, *DISCRETE, *DRAWING, *OTHERS]
+    steps = [choose.choice(names) for _ in range(choose.randint(2, 6))]
+    codec, policy = choose.choice(CODECS), choose.choice(POLICIES)
+    way = choose.choice(("ours", "ours", "ours", "one node", "torch's", "reentrant inside"))
+    if way == "torch's" and policy is not None:
+        codec = None
+    return steps, codec, policy, way
+
+
+def follows_a_kept_draw(drawn):
+    """A draw comes after one that the recompute does not make again."""
+    steps = drawn[0]
+    first = next((i for i, name in enumerate(steps) if name in DISCRETE and name != "own_generator"), len(steps))
+    return any(name in DISCRETE or name in DRAWING for name in steps[first + 1 :])
+
+
+def run(drawn, seed, compress=True):
+    """What each run of the region drew, with the state of the generator after every step;
+    the state at the end."""
+    steps, codec, policy, way = drawn if compress else (drawn[0], None, None, drawn[3])
+    torch.manual_seed(seed)
+    w = torch.randn(WIDTH, WIDTH) * WIDTH**-0.5
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    runs = []
+
+    def region(h):
+        log = []
+        runs.append(log)
+        for name in steps:
+            h = STEPS[name](h, w, log)
+            log.append(torch.get_rng_state())
+        return h.sin()
+
+    def call(h):
+        options = {} if policy is None else {"context_fn": contexts_for(policy)}
+        if way == "one node":
+            named = {"random operators": SAVED, "function": _function}.get(policy, policy)
+            return gradckpt.SelectiveRecompute.apply(region, named, h, compress=codec)
+        if way == "torch's" and policy is not None:
+            return torchs_checkpoint(region, h, use_reentrant=False, early_stop=False, **options)
+        if way == "reentrant inside":
+            inner = functools.partial(gradckpt.checkpoint, region, use_reentrant=True)
+            return gradckpt.checkpoint(lambda t: inner(t.sin()), h, compress=codec, early_stop=False)
+        return gradckpt.checkpoint(region, h, compress=codec, early_stop=False, **options)
+
+    call(x * 1).square().sum().backward()
+    return runs, torch.get_rng_state(), x.grad
+
 
 QUIET = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 

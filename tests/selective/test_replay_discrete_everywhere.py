@@ -1,20 +1,254 @@
 """Routers choose in every recompute as in the forward, with every way to run the regions,
 and however deep they are nested."""
 
+import contextlib
 import functools
 import inspect
+import itertools
 import math
 import threading
 
 import pytest
-import routers
 import torch
 import torch.nn.functional as F
-from routers import WAYS, build, error, fix, gradients, of_way, rerouted
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_contexts
 
 import gradckpt
 from gradckpt import SelectiveRecompute
+from gradckpt._models import regions, rules
+
+# ---- Programs whose regions route tokens to experts, at every level of regions in regions; and
+# who runs the regions.
+
+TOKENS, WIDTH, EXPERTS = 96, 64, 16
+
+
+class Router(torch.nn.Module):
+    """A residual layer and a layer of experts. ``runs``: what each run chose; ``fixed``:
+    what is chosen always."""
+
+    def __init__(self, choice="tokens"):
+        super().__init__()
+        scale = WIDTH**-0.5
+        self.mix = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * scale)
+        self.gate = torch.nn.Parameter(torch.randn(WIDTH, EXPERTS) * scale)
+        self.experts = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * scale)
+        self.choice, self.fixed, self.runs, self.inner = choice, None, [], None
+
+    def choose(self, logits):
+        k, dim = (2, -1) if self.choice == "tokens" else (TOKENS // EXPERTS, 0)
+        if self.fixed is None:
+            value, index = logits.topk(k, dim)
+        else:
+            value, index = logits.gather(dim, self.fixed), self.fixed
+        self.runs.append(index.detach().clone())
+        return value, index
+
+    def forward(self, h):
+        h = h + (h @ self.mix).tanh()
+        value, index = self.choose(h @ self.gate)
+        if self.choice == "tokens":
+            chosen = torch.einsum("td,tkde->tke", h, self.experts[index])
+            out = (chosen * value.softmax(-1).unsqueeze(-1)).sum(1)
+        else:  # every expert takes the tokens that it likes best
+            chosen = torch.einsum("ked,edf->kef", h[index], self.experts)
+            out = torch.zeros_like(h).index_add(
+                0, index.flatten(), (chosen * value.sigmoid().unsqueeze(-1)).flatten(0, 1)
+            )
+        h = h + out.tanh()
+        return h if self.inner is None else self.inner(h)
+
+
+# ---- ways to run a region: (what is around the program, a region, a region that may run again on
+# restored values) ----
+
+
+def _contexts(codec):
+    return functools.partial(
+        gradckpt.compat.create_selective_checkpoint_contexts, gradckpt.policies.save_matmuls.compressed(codec)
+    )
+
+
+def _asked(codec):
+    def policy(ctx, op, *args, **kwargs):
+        return gradckpt.policies.save(codec) if op in gradckpt.policies.save_matmuls.rules else False
+
+    return functools.partial(gradckpt.compat.create_selective_checkpoint_contexts, policy)
+
+
+def ours(codec):
+    return lambda f: lambda h: gradckpt.checkpoint(f, h, compress=codec, early_stop=False)
+
+
+def _policy(checkpoint, make):
+    def way(codec):
+        contexts = make(codec)
+        return lambda f: lambda h: checkpoint(f, h, use_reentrant=False, context_fn=contexts, early_stop=False)
+
+    return way
+
+
+def _plain(codec):
+    return lambda f: lambda h: gradckpt.checkpoint(f, h, early_stop=False)
+
+
+def _reentrant(codec):
+    return lambda f: lambda h: gradckpt.checkpoint(f, h, use_reentrant=True)
+
+
+def _in_one_node(h, f, policy, **options):
+    """A module's parameters are inputs of the node, unless it calls more than its own."""
+    called = f if getattr(f, "inner", None) is None else functools.partial(lambda f, h: f(h), f)
+    return gradckpt.SelectiveRecompute.apply(called, policy, h, **options)
+
+
+def _function(codec):
+    return lambda f: lambda h: _in_one_node(h, f, None, compress=codec)
+
+
+def _function_plain(codec):
+    return lambda f: lambda h: _in_one_node(h, f, None)
+
+
+def _function_policy(codec):
+    return lambda f: lambda h: _in_one_node(h, f, f"save_matmuls:{codec}")
+
+
+def _torchs(codec):
+    return lambda f: lambda h: torchs_checkpoint(f, h, use_reentrant=False, early_stop=False)
+
+
+def _torchs_reentrant(codec):
+    return lambda f: lambda h: torchs_checkpoint(f, h, use_reentrant=True)
+
+
+def _torchs_policy(codec):
+    contexts = functools.partial(torchs_contexts, [torch.ops.aten.mm.default])
+    return lambda f: lambda h: torchs_checkpoint(f, h, use_reentrant=False, context_fn=contexts, early_stop=False)
+
+
+def _wrapped(codec):
+    return lambda f: gradckpt.compat.checkpoint_wrapper(f, compress=codec, nested=True)
+
+
+def _sequential(codec):
+    last = torch.nn.Identity()  # which is never checkpointed
+    return lambda f: lambda h: torch.utils.checkpoint.checkpoint_sequential([f, last], 2, h, use_reentrant=False)
+
+
+@contextlib.contextmanager
+def _applied(codec, model):
+    """Regions inside each other, which enable() itself does not make."""
+    for router in [m for m in model.modules() if isinstance(m, Router)]:
+        regions.choose(router, "", rules.parse_options({"compress": codec}, {}), 1, None).install()
+    yield
+    gradckpt.disable(model)
+
+
+def _saved(codec, model):
+    return gradckpt.compress_saved(codec)
+
+
+#: name -> (a region, around the program, all regions inside one of ours that compresses)
+WAYS = {
+    "checkpoint": (ours, None, False),
+    "reentrant": (_reentrant, None, True),
+    "plain": (_plain, None, True),
+    "SelectiveRecompute": (_function, None, False),
+    "SelectiveRecompute inside": (_function_plain, None, True),
+    "SelectiveRecompute policy": (_function_policy, None, False),
+    "torch's": (_torchs, None, True),
+    "torch's reentrant": (_torchs_reentrant, None, True),
+    "torch's with torch's contexts": (_torchs_policy, None, True),
+    "torch's sequential": (_sequential, None, True),
+    "contexts in torch's": (_policy(torchs_checkpoint, _contexts), None, False),
+    "contexts in ours": (_policy(gradckpt.checkpoint, _contexts), None, False),
+    "function policy in torch's": (_policy(torchs_checkpoint, _asked), None, False),
+    "function policy in ours": (_policy(gradckpt.checkpoint, _asked), None, False),
+    "compress_saved": (_plain, _saved, False),
+    "compress_saved, torch's": (_torchs, _saved, False),
+    "patched": (_torchs, lambda codec, model: gradckpt.patched(codec), False),
+    "patched policy": (_torchs, lambda codec, model: gradckpt.patched(None, policy=f"save_matmuls:{codec}"), False),
+    "apply": (lambda codec: lambda f: f, _applied, False),
+    "wrapper": (_wrapped, None, False),
+}
+
+
+def build(depth, choice, seed=0):
+    """A tower of routers, each inside the one before, and what they get."""
+    torch.manual_seed(seed)
+    first = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    tower = [Router(choice) for _ in range(depth)]
+    return tower, first, torch.randn(TOKENS, WIDTH) * 2
+
+
+def _put_inside(router, inner):
+    """A module as a child, so that who walks through modules finds it;
+    any other callable as it is."""
+    router._modules.pop("inner", None)
+    vars(router).pop("inner", None)
+    router.inner = inner
+
+
+def gradients(built, region=lambda f: f, nested=True, around=None, within=lambda f: f):
+    """The gradients of all parameters; the runs of each router are in it afterwards."""
+    tower, first, x = built
+    for router in tower:
+        _put_inside(router, None)
+        router.runs.clear()
+    if nested:
+        for outer, inner in itertools.pairwise(tower):
+            _put_inside(outer, region(inner))
+        call = region(tower[0])
+    else:
+        regions = [region(router) for router in tower]
+
+        def call(h):
+            for each in regions:
+                h = each(h)
+            return h
+
+    parameters = [first.weight, *(p for router in tower for p in (router.mix, router.gate, router.experts))]
+    for parameter in parameters:
+        parameter.grad = None
+    with contextlib.nullcontext() if around is None else around(tower[0] if nested else torch.nn.ModuleList(tower)):
+        loss = within(call)(first(x)).square().mean()
+        if around is None or around.func is not _saved:
+            loss.backward()
+    if around is not None and around.func is _saved:
+        loss.backward()
+    for router in tower:
+        _put_inside(router, None)
+    return torch.cat([parameter.grad.flatten() for parameter in parameters])
+
+
+def of_way(built, name, codec, nested=True):
+    """The gradients when that one runs the regions; nested=False: one after the other."""
+    region, around, within = WAYS[name]
+    return gradients(
+        built,
+        region(codec),
+        nested,
+        functools.partial(around, codec) if around else None,
+        ours(codec) if within else (lambda f: f),
+    )
+
+
+def error(found, exact):
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def fix(built):
+    """From now on the routers choose as they did in their latest runs."""
+    for router in built[0]:
+        router.fixed = router.runs[0]
+
+
+def rerouted(tower):
+    """Tokens that a later run of a router sent elsewhere than its first one."""
+    return sum(int(run.ne(router.runs[0]).any(-1).sum()) for router in tower for run in router.runs[1:])
+
 
 CODECS = pytest.mark.parametrize("codec", ["int8", "int4"])
 #: float32's own, where nothing was rounded by a codec.
@@ -185,4 +419,4 @@ def test_another_thread_calls_torchs_own():
 
 def test_the_grid_of_ways_is_whole():
     assert len(WAYS) >= 20
-    assert routers.TOKENS % routers.EXPERTS == 0
+    assert TOKENS % EXPERTS == 0

@@ -310,7 +310,7 @@ def test_the_kernels_that_write_are_listed():
 @pytest.mark.soak
 def test_no_other_kernel_writes():
     """Of the operators in torch's own table."""
-    assert set(json.loads(printed_by(HELPERS / "writing_kernels.py"))) == set(WRITING_KERNELS)
+    assert set(json.loads(printed_by(HELPERS / "operator_samples.py"))) == set(WRITING_KERNELS)
 
 
 # ---- modes inside a region that catches on the key, which is above them ----

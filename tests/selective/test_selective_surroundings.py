@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from alarm import Alarm
+from processes import Alarm
 from selective_ways import (
     DOUBLE,
     FAILS,

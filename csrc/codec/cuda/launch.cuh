@@ -5,7 +5,7 @@
  * in registers and touches memory once per byte: 1536 threads x 32 bytes (float32:
  * 768 x 64) keep the 48 KiB in flight that an SM needs.
  *
- * tests/helpers/emulation compiles the same text as C++; everything that is not C++ goes
+ * tests/native compiles the same text as C++; everything that is not C++ goes
  * through the macros below and through ptx.cuh. */
 #ifndef GRADCKPT_LAUNCH_CUH
 #define GRADCKPT_LAUNCH_CUH

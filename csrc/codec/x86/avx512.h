@@ -14,7 +14,7 @@
 #include "codec/x86/kernels_avx512.h"
 
 #ifdef GCK_EMULATE_AVX512
-#include "../../../tests/helpers/emulation/avx512_emulation.h"
+#include "../../../tests/native/avx512_emulation.h"
 #define INLINE static inline                       /* without it a compiler would need minutes */
 #else
 #include <immintrin.h>

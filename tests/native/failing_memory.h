@@ -1,4 +1,4 @@
-/* failing_memory.h: for sources of csrc/offload built with FAILING of offload_programs.py: whatever takes memory, or
+/* failing_memory.h: for sources of csrc/offload built with FAILING of native_programs.py: whatever takes memory, or
  * begins a thread, fails where it is asked to; any thread may ask. */
 #ifndef FAILING_MEMORY_H
 #define FAILING_MEMORY_H

@@ -1,7 +1,5 @@
-"""Ten blocks under ``compress_saved()`` and torch.compile: kept bytes, gradients' errors.
-
-``python tests/helpers/compiled_saves.py [backend,...] [block,...]`` prints the table.
-"""
+"""Models for the tests of chosen modules: small ones of transformers, from their configs,
+and a plain one."""
 
 import sys
 
@@ -11,7 +9,160 @@ from torch import nn
 
 import gradckpt
 
-WIDTH, INNER, HEADS, TOKENS, LAYERS = 128, 256, 2, 64, 2
+VOCAB, WIDTH, LENGTH = 96, 32, 16
+
+
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+TEXT = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+GROUPED = {**SIZES, **TEXT, "num_key_value_heads": 2, "head_dim": 8}
+
+
+IMAGE = {**SIZES, "image_size": 16, "patch_size": 8}
+
+
+def of_config(model, config, **fields):
+    return lambda: getattr(transformers, model)(getattr(transformers, config)(**fields))
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+MODELS = {
+    "llama": of_config("LlamaForCausalLM", "LlamaConfig", **GROUPED),
+    "qwen3": of_config("Qwen3ForCausalLM", "Qwen3Config", **GROUPED),
+    "mistral": of_config("MistralForCausalLM", "MistralConfig", **GROUPED),
+    "gemma2": of_config("Gemma2ForCausalLM", "Gemma2Config", **GROUPED),
+    "gpt2": of_config("GPT2LMHeadModel", "GPT2Config", **TEXT, n_positions=LENGTH, n_embd=WIDTH, n_layer=2, n_head=4),
+    "opt": of_config("OPTForCausalLM", "OPTConfig", **SIZES, **TEXT, ffn_dim=48, word_embed_proj_dim=WIDTH),
+    "bert": of_config("BertModel", "BertConfig", **SIZES, **TEXT),
+    "t5": of_config(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        **TEXT,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+    ),
+    "vit": of_config("ViTModel", "ViTConfig", **IMAGE),
+    "clip": of_config("CLIPModel", "CLIPConfig", text_config={**SIZES, **TEXT}, vision_config=IMAGE),
+    "whisper": of_config(
+        "WhisperModel",
+        "WhisperConfig",
+        **TEXT,
+        d_model=WIDTH,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_mel_bins=8,
+        decoder_start_token_id=1,
+    ),
+    "mixtral": of_config("MixtralForCausalLM", "MixtralConfig", **GROUPED, num_local_experts=4),
+    "qwen2_moe": of_config(
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        **SIZES,
+        **TEXT,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "deepseek_v3": of_config(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        **SIZES,
+        **TEXT,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        qk_nope_head_dim=8,
+    ),
+    "mamba": of_config("MambaForCausalLM", "MambaConfig", **TEXT, hidden_size=WIDTH, num_hidden_layers=2),
+    "gpt_oss": of_config("GptOssForCausalLM", "GptOssConfig", **GROUPED, num_local_experts=4),
+    "torch": encoder,
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    return MODELS[name]().train()
+
+
+def loss_of(model):
+    """Of one batch; random numbers for dropout start from the same seed each time."""
+    torch.manual_seed(1)
+    if isinstance(model, nn.TransformerEncoder):
+        return model(torch.randn(2, LENGTH, WIDTH)).square().mean()
+    ids = torch.randint(3, VOCAB, (2, LENGTH))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def gradients(model):
+    model.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours, theirs):
+    assert torch.equal(ours[0], theirs[0])
+    assert ours[1].keys() == theirs[1].keys()
+    for name, gradient in ours[1].items():
+        assert torch.equal(gradient, theirs[1][name]), name
+
+
+# ---- what a checkpointed module does ----
+
+
+class Net(nn.Module):
+    def __init__(self, n=4, size=8):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(size, size), nn.Tanh()) for _ in range(n)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def names_of(model, rules, **options):
+    with gradckpt.enable(model, modules=rules, **options) as handle:
+        return list(handle.modules)
+
+
+def regions_of(model, x=None):
+    """The number of regions in one forward and backward."""
+    gradckpt.stats.reset()
+    out = model(torch.randn(2, 8) if x is None else x)
+    if out.requires_grad:
+        out.sum().backward()
+    return gradckpt.stats()["regions"]
+
+
+# ---- Ten blocks under ``compress_saved()`` and torch.compile: kept bytes, gradients' errors.
+#
+# ``python tests/helpers/tiny_models.py [backend,...] [block,...]`` prints the table.
+
+BLOCK_WIDTH, INNER, HEADS, TOKENS, LAYERS = 128, 256, 2, 64, 2
 BACKENDS = ("aot_eager", "inductor")
 
 
@@ -26,7 +177,7 @@ def ids(rows=2):
 class Residual(nn.Module):
     def __init__(self, inner):
         super().__init__()
-        self.norm, self.inner = nn.LayerNorm(WIDTH), inner
+        self.norm, self.inner = nn.LayerNorm(BLOCK_WIDTH), inner
 
     def forward(self, x):
         return x + self.inner(self.norm(x))
@@ -35,8 +186,8 @@ class Residual(nn.Module):
 class Gated(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(WIDTH, INNER, bias=False)
-        self.down = nn.Linear(INNER, WIDTH, bias=False)
+        self.gate, self.up = nn.Linear(BLOCK_WIDTH, INNER, bias=False), nn.Linear(BLOCK_WIDTH, INNER, bias=False)
+        self.down = nn.Linear(INNER, BLOCK_WIDTH, bias=False)
 
     def forward(self, x):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
@@ -45,7 +196,7 @@ class Gated(nn.Module):
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv, self.out = nn.Linear(BLOCK_WIDTH, 3 * BLOCK_WIDTH), nn.Linear(BLOCK_WIDTH, BLOCK_WIDTH)
 
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
@@ -58,9 +209,10 @@ class Mixture(nn.Module):
 
     def __init__(self, experts=3):
         super().__init__()
-        self.router = nn.Linear(WIDTH, experts, bias=False)
+        self.router = nn.Linear(BLOCK_WIDTH, experts, bias=False)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH)) for _ in range(experts)
+            nn.Sequential(nn.Linear(BLOCK_WIDTH, INNER), nn.GELU(), nn.Linear(INNER, BLOCK_WIDTH))
+            for _ in range(experts)
         )
 
     def forward(self, x):
@@ -83,7 +235,7 @@ class Convolutions(nn.Module):
 
 
 def plain(*layers, inputs=None):
-    return nn.Sequential(*layers), (drawn(2, TOKENS, WIDTH) if inputs is None else inputs,)
+    return nn.Sequential(*layers), (drawn(2, TOKENS, BLOCK_WIDTH) if inputs is None else inputs,)
 
 
 def resnet():
@@ -100,17 +252,20 @@ def of_transformers(name, inputs, **fields):
 
 
 _TEXT = {
-    **{"vocab_size": 96, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 1},
+    **{"vocab_size": 96, "hidden_size": BLOCK_WIDTH, "intermediate_size": INNER, "num_hidden_layers": 1},
     **{"num_attention_heads": HEADS, "max_position_embeddings": TOKENS, "use_cache": False},
 }
 _T5 = {
-    **{"vocab_size": 96, "d_model": WIDTH, "d_kv": 64, "d_ff": INNER, "num_layers": 1, "num_heads": HEADS},
+    **{"vocab_size": 96, "d_model": BLOCK_WIDTH, "d_kv": 64, "d_ff": INNER, "num_layers": 1, "num_heads": HEADS},
     **{"decoder_start_token_id": 0, "pad_token_id": 0, "use_cache": False},
 }
 
 BLOCKS = {
     "MLP": lambda: plain(
-        *(Residual(nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))) for _ in range(LAYERS))
+        *(
+            Residual(nn.Sequential(nn.Linear(BLOCK_WIDTH, INNER), nn.GELU(), nn.Linear(INNER, BLOCK_WIDTH)))
+            for _ in range(LAYERS)
+        )
     ),
     "gated MLP": lambda: plain(*(Residual(Gated()) for _ in range(LAYERS))),
     "attention": lambda: plain(*(Residual(Attention()) for _ in range(LAYERS))),
@@ -121,7 +276,7 @@ BLOCKS = {
         "GPT2",
         {"input_ids": ids()},
         vocab_size=96,
-        n_embd=WIDTH,
+        n_embd=BLOCK_WIDTH,
         n_layer=1,
         n_head=HEADS,
         n_positions=TOKENS,
@@ -132,13 +287,18 @@ BLOCKS = {
     "T5": lambda: of_transformers("T5", {"input_ids": ids(4), "decoder_input_ids": ids(4)}, **_T5),
     "ViT": lambda: of_transformers(
         *("ViT", {"pixel_values": drawn(2, 3, 32, 32)}),
-        **{"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 1, "num_attention_heads": HEADS},
+        **{
+            "hidden_size": BLOCK_WIDTH,
+            "intermediate_size": INNER,
+            "num_hidden_layers": 1,
+            "num_attention_heads": HEADS,
+        },
         **{"image_size": 32, "patch_size": 4},
     ),
 }
 
 
-def build(name, dtype=torch.float32):
+def build_block(name, dtype=torch.float32):
     torch.manual_seed(0)
     model, inputs = BLOCKS[name]()
     with torch.no_grad():  # initial weights of 0.02 and biases of 0 hide errors
@@ -181,13 +341,13 @@ class Kept:
         return sum(self.sizes.values())
 
 
-def loss_of(model, inputs):
+def block_loss_of(model, inputs):
     out = model(**inputs)
     out = (out if isinstance(out, torch.Tensor) else out[0]).float()
     return (out * torch.linspace(-1, 2, out.shape[-1]).roll(out.shape[-1] // 3)).mean()
 
 
-def step(model, inputs, function=loss_of):
+def step(model, inputs, function=block_loss_of):
     """Return the gradients of one step, the bytes that were kept for it, and the loss."""
     for p in model.parameters():
         p.grad = None
@@ -207,12 +367,12 @@ def error(got, want):
     return (difference / sum(float(grad.double().square().sum()) for grad in want.values())) ** 0.5
 
 
-def gradients(name, codec=None, backend=None, dtype=torch.float32):
+def block_gradients(name, codec=None, backend=None, dtype=torch.float32):
     """Return the gradients of a block, the bytes that were kept for them, and the loss."""
     torch._dynamo.reset()
-    model, inputs = build(name, dtype)
+    model, inputs = build_block(name, dtype)
     handle = gradckpt.enable(model, codec, recompute=False) if codec is not None else None
-    function = loss_of if backend is None else torch.compile(loss_of, backend=backend, fullgraph=True)
+    function = block_loss_of if backend is None else torch.compile(block_loss_of, backend=backend, fullgraph=True)
     gradckpt.stats.reset()
     found = step(model, inputs, function)
     if handle is not None:
@@ -223,11 +383,11 @@ def gradients(name, codec=None, backend=None, dtype=torch.float32):
 def main(backends="", names="", dtype="float32", codec="int8"):
     dtype = getattr(torch, dtype)
     for name in names.split(",") if names else BLOCKS:
-        want, _, _ = gradients(name, dtype=dtype)
-        print(f"{name:10} uncompiled error {error(gradients(name, codec, dtype=dtype)[0], want):.2e}", flush=True)
+        want, _, _ = block_gradients(name, dtype=dtype)
+        print(f"{name:10} uncompiled error {error(block_gradients(name, codec, dtype=dtype)[0], want):.2e}", flush=True)
         for backend in backends.split(",") if backends else BACKENDS:
-            plain, whole, _ = gradients(name, backend=backend, dtype=dtype)
-            got, kept, _ = gradients(name, codec, backend, dtype)
+            plain, whole, _ = block_gradients(name, backend=backend, dtype=dtype)
+            got, kept, _ = block_gradients(name, codec, backend, dtype)
             s = gradckpt.stats()
             sizes = f"{kept / 2**10:7.0f} of {whole / 2**10:7.0f} KiB {kept / whole:.3f}"
             errors = f"error {error(got, want):.2e}, the compiler's {error(plain, want):.1e}"

@@ -1,23 +1,75 @@
-"""Where operators jump: a straight line from an input to one nearby is searched for places where
-what the operator returns, or the gradient through it, changes by an amount that does not shrink
-with the step.
+"""PyTorch's own table of operators with samples of their arguments (OpInfo).
 
-There a region of the operator runs on the one side, and again on the other, and keeps what the
-forward decided. Where that does not jump, the result is replayed.
-"""
+Who reads it does so in a process of its own: torch's test package freezes backend flags, loads a
+hypothesis profile and may initialise CUDA when it is imported."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
+import random
+import sys
+import types
+import unittest
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
-from opinfo import Case
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gradckpt
+
+SAMPLES = 8
+SPREAD = 24
+MAX_NUMEL = 100_000  # of the inputs of a sample
+
+
+class Case(NamedTuple):
+    """An operator with one sample of arguments."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def operators() -> list[Any]:
+    """torch's table. Its module wants expecttest, for classes that nothing here uses:
+    an empty replacement will do."""
+    try:
+        import expecttest  # noqa: F401
+    except ImportError:
+        replacement: Any = types.ModuleType("expecttest")
+        replacement.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = replacement
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return list(op_db)
+
+
+def cases(op: Any, dtype: torch.dtype, everything: bool) -> Iterator[Case]:
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    samples = op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd)
+    chosen = samples if everything else itertools.islice(samples, 0, SPREAD, SPREAD // SAMPLES)
+    for sample in chosen:
+        args = (sample.input, *sample.args)
+        tensors = [t for t in tree_leaves((args, sample.kwargs)) if isinstance(t, torch.Tensor)]
+        if sum(t.numel() for t in tensors) <= MAX_NUMEL:
+            yield Case(op.formatted_name, op.op, args, sample.kwargs)
+
+
+# ---- Where operators jump: a straight line from an input to one nearby is searched for places
+# where what the operator returns, or the gradient through it, changes by an amount that does not
+# shrink with the step.
+#
+# There a region of the operator runs on the one side, and again on the other, and keeps what the
+# forward decided. Where that does not jump, the result is replayed.
 
 STEPS = 12  # that a line is divided into
 LONGEST = 3  # of them, by what changes within, are searched
@@ -317,3 +369,111 @@ def search(case: Case) -> Iterator[tuple[Moved, Jump]]:
         except Exception:
             continue
         yield from ((moved, jump) for jump in found)
+
+
+# ---- Which operators have a kernel that writes into what an operator that it calls has returned,
+# and what that one is.
+#
+# ``python operator_samples.py`` runs the samples of torch's table (OpInfo) and prints them as
+# JSON. A kernel of Python's stands before every operator, on the key that gradckpt catches on: a
+# process of its own.
+
+aten = torch.ops.aten
+KEY = torch._C.DispatchKey.Negative
+BELOW = torch._C._dispatch_keyset_full_after(KEY)
+include = torch._C._dispatch_tls_set_dispatch_key_included
+
+#: New memory is there to be written into.
+FACTORIES = ("zeros", "new_zeros", "zeros_like", "new_empty", "empty_like", "ones_like", "arange")
+
+depth = 0
+returned = []
+written = defaultdict(set)
+
+
+def plain_tensors(out):
+    return [x for x in tree_leaves(out) if type(x) is torch.Tensor and x.layout is torch.strided]
+
+
+def same(x, y):
+    return x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
+def note(op, out):
+    if depth > 0:
+        returned.extend((op, x, x.clone()) for x in plain_tensors(out))
+        return
+    for called, now, then in returned:
+        if called._opname not in FACTORIES and not same(now, then):
+            written[op._opname].add(str(called))
+    returned.clear()
+
+
+def watcher(op):
+    takes_tensor = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
+
+    def kernel(keys, *args, **kwargs):
+        global depth
+        include(KEY, False)
+        wrapped = [
+            torch.tensor(x) if t and not isinstance(x, torch.Tensor) and x is not None else x
+            for x, t in zip(args, takes_tensor, strict=False)
+        ]
+        include(KEY, True)
+        depth += 1
+        try:
+            out = op.redispatch(keys & BELOW, *wrapped, **kwargs)
+        finally:
+            depth -= 1
+        include(KEY, False)
+        try:
+            note(op, out)
+        finally:
+            include(KEY, True)
+        return out
+
+    return kernel
+
+
+def watch_all(library):
+    for packet in sorted(
+        {name[6:].partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    ):
+        for overload in getattr(getattr(aten, packet, None), "overloads", list)():
+            op = getattr(getattr(aten, packet), overload)
+            if any(argument.alias_info is not None for argument in op._schema.arguments):
+                continue
+            known = torch._C._dispatch_has_kernel(op.name())  # not so TorchScript's own
+            if known and not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Negative"):
+                library.impl(op, watcher(op), "Negative", with_keyset=True)
+
+
+def run(function, *args, **kwargs):
+    global depth
+    depth = 0
+    include(KEY, True)
+    try:
+        function(*args, **kwargs)
+    except Exception:  # a sample that this machine or the kernel refuses
+        returned.clear()
+    finally:
+        include(KEY, False)
+
+
+def main():
+    table = operators()
+    library = torch.library.Library("aten", "IMPL")
+    watch_all(library)
+    for info in table:
+        if torch.float32 in info.supported_dtypes("cpu"):
+            samples = info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
+            for sample in itertools.islice(samples, 30):
+                run(info.op, sample.input, *sample.args, **sample.kwargs)
+    x = torch.randn(64, 64)
+    run(torch.cdist, x, x + 1)
+    json.dump({name: sorted(called) for name, called in written.items()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main()
