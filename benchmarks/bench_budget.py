@@ -43,7 +43,7 @@ import torch
 import transformers
 from budget_models import MODELS, Case, Size, balanced, case_of
 
-from gradckpt import _config
+from gradckpt import _compression
 from gradckpt._planning.device_memory import Budget
 from gradckpt._planning.options import KEEP, RECOMPUTE
 from gradckpt._planning.profile import Profile
@@ -302,10 +302,10 @@ def error(o: argparse.Namespace) -> None:
 
 def measured_error(case: Case, setting: Any, seed: int) -> float:
     """The relative L2 error of the step's gradients, over all parameters."""
-    state, found = _config.get_rounding_state(), []
+    state, found = _compression.get_rounding_state(), []
     for each in (Setting("none", "", "none"), setting):
         torch.manual_seed(seed)
-        _config.set_rounding_state(state)
+        _compression.set_rounding_state(state)
         with each.active(case.model, case.modules):
             case.step()
         found.append([p.grad.double() for p in case.model.parameters() if p.grad is not None])

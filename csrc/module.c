@@ -15,7 +15,7 @@
 #include "engine/region_choice.h"
 #include "engine/state.h"
 #include "engine/checkpoint_options.h"
-#include "engine/payload/encode.h"
+#include "engine/payload/codecs_encode.h"
 #include "engine/payload/payload.h"
 #include "engine/payload/payload_overflow.h"
 #include "engine/payload/stats.h"
@@ -137,8 +137,8 @@ static PyMethodDef methods[] = {
      "set_cpu_rng_state(state, /)\n--\n\nSet the CPU's generator to such a state."},
     {"hooks_around_region", gck_hooks_around_region, METH_NOARGS,
      "hooks_around_region()\n--\n\nReturn the saved-tensor hooks that see what the innermost region keeps, or None."},
-    {"judge_anew", gck_judge_anew, METH_O,
-     "judge_anew(on, /)\n--\n\n"
+    {"sample_anew", gck_sample_anew, METH_O,
+     "sample_anew(on, /)\n--\n\n"
      "With True, look at each kind of region anew; with what that returned, forget what was seen since."},
     {"hide_operators", gck_hide_operators, METH_O,
      "hide_operators(by, /)\n--\n\nHide operators from the innermost region of this thread (1), or no longer (-1). "

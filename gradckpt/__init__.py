@@ -15,7 +15,7 @@ except (ImportError, OSError) as _error:
 
 from gradckpt import _C, codecs, compat, config, integrations, policies, selectors
 from gradckpt._compile import dynamo as _compile
-from gradckpt._config import CompressionConfig, GradckptInactiveWarning
+from gradckpt._compression import CompressionConfig, GradckptInactiveWarning
 from gradckpt._enable import enable
 from gradckpt._engine import callbacks as _callbacks
 from gradckpt._engine import custom_ops as _custom_ops  # noqa: F401  registers torch.ops.gradckpt

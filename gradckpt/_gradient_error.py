@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from gradckpt import codecs
 from gradckpt._apart import apart
-from gradckpt._config import CompressionConfig
+from gradckpt._compression import CompressionConfig
 from gradckpt._engine import ill_conditioned
 from gradckpt._exact_gradients import Comparison, ExactGradients
 from gradckpt._gradient_report import BF16, FLOORS, SAMPLES, Floor, GradientError, GradientErrors

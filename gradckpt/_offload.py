@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from gradckpt._config import advise, explains_keywords, written
+from gradckpt._compression import advise, explains_keywords, written
 
 #: The file's directory: kept across reboots, so hardly ever in memory.
 _DIRECTORY = "/var/tmp"

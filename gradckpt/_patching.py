@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt import _C, compat
 from gradckpt._compile import dynamo, graph
-from gradckpt._config import Compress, CompressionConfig, explains_keywords, parse_compress
+from gradckpt._compression import Compress, CompressionConfig, explains_keywords, parse_compress
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import check_bool, unbound
 from gradckpt._engine.decorator import check_runs_at_call

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt import _C
-from gradckpt._config import CompressionConfig, parse_compress
+from gradckpt._compression import CompressionConfig, parse_compress
 from gradckpt._models import activity
 from gradckpt._models.regions import prepare, regions_in
 from gradckpt._models.rules import OF_MODULES, parse_options

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from gradckpt._config import get_rounding_state, set_rounding_state
+from gradckpt._compression import get_rounding_state, set_rounding_state
 from gradckpt._reachable import Reachable
 
 _CACHE: Any = type(functools.lru_cache(lambda: None))

@@ -7,7 +7,7 @@ from typing import Any
 from gradckpt import _C
 from gradckpt._C import Payload
 from gradckpt._codec_names import codec_of_id, resolve_codec
-from gradckpt._config import check_key
+from gradckpt._compression import check_key
 
 __all__ = ["Payload", "encode", "info", "names"]
 

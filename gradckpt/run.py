@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt import _import_hooks, _script
 from gradckpt._codec_names import ALIASES, for_activations
-from gradckpt._config import CompressionConfig, parse_compress
+from gradckpt._compression import CompressionConfig, parse_compress
 from gradckpt._engine.places import place_of
 from gradckpt._engine.selective import contexts_of
 from gradckpt._offload import PLACES

@@ -15,7 +15,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from gradckpt import _C
 from gradckpt._codec_names import ALIASES
-from gradckpt._config import written
+from gradckpt._compression import written
 from gradckpt._engine.arguments import check_int
 from gradckpt._models.kinds import KINDS, Tree, has_forward
 

@@ -97,7 +97,7 @@ typedef struct {
     OPTION(respect_saved_tensors_hooks)
 #define GCK_OPTIONS(OPTION) GCK_TORCH_OPTIONS(OPTION) OPTION(compress) OPTION(policy) OPTION(offload) OPTION(buffers)
 
-/* Room for the payloads of one codec and number of values, see payload_room.h. */
+/* Room for the payloads of one codec and number of values, see payload_sizes.h. */
 typedef struct {
     const gck_codec *codec;            /* NULL: free                                         */
     gck_dtype        dtype;

@@ -4,7 +4,7 @@
 #include "offload/offloader_parts.h"
 #include "offload/offloader_graph.h"
 #include "offload/store_parts.h"
-#include "offload/store_room.h"
+#include "offload/store_memory.h"
 #include "offload/transfer.h"
 
 #include <stdlib.h>

@@ -5,7 +5,7 @@
 #include "offload/store.h"
 
 #include "offload/store_parts.h"
-#include "offload/store_room.h"
+#include "offload/store_memory.h"
 #include "offload/store_threads.h"
 
 #include <stdlib.h>

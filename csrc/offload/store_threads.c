@@ -1,7 +1,7 @@
 /* store_threads.c: threads that move bytes between the memory of a store and its file. */
 #include "offload/store_threads.h"
 
-#include "offload/store_room.h"
+#include "offload/store_memory.h"
 
 #include <time.h>
 

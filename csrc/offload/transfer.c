@@ -2,7 +2,7 @@
 #include "offload/transfer.h"
 
 #include "offload/store.h"
-#include "offload/store_room.h"
+#include "offload/store_memory.h"
 
 /* It fails where parts before it are queued: no event stands for those. */
 static void lose(const gck_transfer *what)

@@ -371,7 +371,7 @@ int gck_draw_repeat(gck_py *py, PyObject *args, PyObject *kwargs, PyObject *draw
     if (status == 0 && now.before != NULL) {
         status = now.before == before ? 1 : gck_is_true(PyObject_CallMethod(now.before, "equal", "O", before));
         if (status > 0) {
-            status = now.generator == NULL ? gck_rng_put(&py->rng, after)
+            status = now.generator == NULL ? gck_rng_set(&py->rng, after)
                 : gck_done(PyObject_CallMethodObjArgs(now.generator, py->names.set_state, after, NULL));
         }
     }

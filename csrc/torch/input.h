@@ -38,10 +38,10 @@ int gck_input_read(gck_py *py, gck_input *in, int facts);
 
 /* Read its version and view, and check whether the codec takes it.  GCK_COMPRESS, or the reason why
  * not; -1 with an exception. */
-int gck_input_judge(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel);
+int gck_input_skip_reason(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel);
 
 /* The same by its shape alone, for a tensor that is judged again before it is encoded. */
-int gck_input_judge_shape(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel);
+int gck_input_skip_reason_of_shape(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel);
 
 /* Read a plain Tensor or Parameter through DLPack: 1; 0 for meta, sparse and others, which DLPack
  * cannot show; -1. */

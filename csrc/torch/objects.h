@@ -112,7 +112,7 @@
     CALLBACK(check_reentrant) CALLBACK(container_state) CALLBACK(contexts) CALLBACK(copy_candidates)          \
     CALLBACK(debug_contexts) CALLBACK(decorate) CALLBACK(determinism_check) CALLBACK(device_context)          \
     CALLBACK(device_plan) CALLBACK(device_rng_capture) CALLBACK(device_rng_swap) CALLBACK(discrete_rules)     \
-    CALLBACK(enter_buffers) CALLBACK(fill_from) CALLBACK(find_candidate) CALLBACK(finish_calls)               \
+    CALLBACK(enter_buffers) CALLBACK(copy_original) CALLBACK(find_candidate) CALLBACK(finish_calls)               \
     CALLBACK(generator_of) CALLBACK(give_container_state) CALLBACK(has_buffer_rule) CALLBACK(is_dual)         \
     CALLBACK(may_change_places) CALLBACK(metadata) CALLBACK(mixing_of) CALLBACK(nodes_behind)                 \
     CALLBACK(note_create_graph) CALLBACK(note_keyword) CALLBACK(note_step) CALLBACK(original_of)              \

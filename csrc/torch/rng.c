@@ -56,7 +56,7 @@ PyObject *gck_rng_stash(gck_rng *rng)
     return state;
 }
 
-int gck_rng_put(gck_rng *rng, PyObject *state)
+int gck_rng_set(gck_rng *rng, PyObject *state)
 {
     unsigned char after[GCK_RNG_WINDOW];
     PyObject *result;
@@ -111,7 +111,7 @@ int gck_rng_swap(gck_rng *rng, PyObject *state, PyObject **around)
     if (depth++ == 0 && rng->threads++ == 0) {
         rng->around = Py_NewRef(*around);
     }
-    return gck_rng_put(rng, state);
+    return gck_rng_set(rng, state);
 }
 
 int gck_rng_swap_back(gck_rng *rng, PyObject **around)
@@ -130,7 +130,7 @@ int gck_rng_swap_back(gck_rng *rng, PyObject **around)
         state = rng->around;
         rng->around = NULL;
     }
-    status = gck_rng_put(rng, state);
+    status = gck_rng_set(rng, state);
     if (rng->latest == state && Py_REFCNT(state) == 2) {
         Py_CLEAR(rng->latest);
     }

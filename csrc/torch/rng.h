@@ -31,7 +31,7 @@ void gck_rng_clear(gck_rng *rng);
 PyObject *gck_rng_stash(gck_rng *rng);
 
 /* Set the generator to `state`, unless it is there already.  0 or -1. */
-int gck_rng_put(gck_rng *rng, PyObject *state);
+int gck_rng_set(gck_rng *rng, PyObject *state);
 
 /* Set the generator to `state` for the calls of this thread up to gck_rng_swap_back().  Swaps of a thread may be
  * nested.  Threads that are inside one at the same time set each other's generator, so what they draw is of no use;

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gradckpt._compile import graph, joint_graph, saved_blocks, saved_cut
 from gradckpt._compile.region_policies import keep_discrete, keep_products, regions
-from gradckpt._config import warn_inactive
+from gradckpt._compression import warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.custom_ops import payload_nbytes
 from gradckpt._stats import compiled as compiled_stats

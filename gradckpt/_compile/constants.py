@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gradckpt._config import CompressionConfig
+from gradckpt._compression import CompressionConfig
 from gradckpt._engine import torch_private as private
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(CompressionConfig))

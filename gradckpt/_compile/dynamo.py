@@ -20,7 +20,7 @@ from gradckpt import _C, compat, policies
 from gradckpt._compile import graph, saved_dynamo
 from gradckpt._compile.compiler import install
 from gradckpt._compile.constants import contents, refusal
-from gradckpt._config import CompressionConfig, parse_compress
+from gradckpt._compression import CompressionConfig, parse_compress
 from gradckpt._engine import kept_calls, remat
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.selective import contexts_of, create_selective_checkpoint_contexts

@@ -36,7 +36,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gradckpt import _C
 from gradckpt._compile.saved_forms import CAST, hint, memory_order, pack_saved, unpack_saved
-from gradckpt._config import CompressionConfig, warn_inactive
+from gradckpt._compression import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._version import __version__
 

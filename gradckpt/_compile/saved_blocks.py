@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gradckpt._compile import graph, saved_roles_traced
-from gradckpt._config import CompressionConfig, warn_inactive
+from gradckpt._compression import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.region_callbacks import tracing_mode_active
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradckpt._config import warn_user
+from gradckpt._compression import warn_user
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import module_behind, name_of
 

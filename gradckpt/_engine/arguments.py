@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradckpt._config import instead_of, written
+from gradckpt._compression import instead_of, written
 
 FLAGS = ("preserve_rng_state", "early_stop", "debug")
 #: A flag, too; None: as torch does by default.

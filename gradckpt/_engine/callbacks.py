@@ -55,7 +55,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "device_rng_capture": region.device_rng_capture,
     "device_rng_swap": region.device_rng_swap,
     "enter_buffers": buffers.enter,
-    "fill_from": region.fill_from,
+    "copy_original": region.copy_original,
     "find_candidate": selective.find_candidate,
     "finish_calls": kept_calls.finish_calls,
     "generator_of": selective.generator_of,

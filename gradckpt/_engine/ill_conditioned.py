@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gradckpt import _C, codecs
-from gradckpt._config import warn_user
+from gradckpt._compression import warn_user
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import name_of
 from gradckpt._engine.side_effects import is_capturing
@@ -447,14 +447,14 @@ def reported() -> Iterator[list[str]]:
     if _report is not None:
         yield _report
         return
-    before = _C.judge_anew(True) or 0
+    before = _C.sample_anew(True) or 0
     texts: list[str] = []
     _report = texts
     try:
         yield texts
     finally:
         _report = None
-        _C.judge_anew(before)
+        _C.sample_anew(before)
 
 
 def _is_read_at_once(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from gradckpt import _C
 from gradckpt._C import OP_JOINT, OP_PRODUCT, OP_SEPARATE, OP_UNKNOWN  # op_policy.h says what each means
-from gradckpt._config import warn_inactive
+from gradckpt._compression import warn_inactive
 from gradckpt._engine import torch_private as private
 
 _SAVED = "_raw_saved_"

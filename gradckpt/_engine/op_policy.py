@@ -22,7 +22,7 @@ from gradckpt._C import (  # op_policy.h says what each means
     OP_SEPARATE,
     OP_UNKNOWN,
 )
-from gradckpt._config import Compress, CompressionConfig, changes, parse_compress
+from gradckpt._compression import Compress, CompressionConfig, changes, parse_compress
 from gradckpt._engine import torch_errors
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import is_catchable

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from gradckpt import _C
-from gradckpt._config import GradckptInactiveWarning, warn_user
+from gradckpt._compression import GradckptInactiveWarning, warn_user
 from gradckpt._offload import Offload, parse_offload
 
 #: For how many payloads a ring of no given size has room: of regions, of compress_saved().

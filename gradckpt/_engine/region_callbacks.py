@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd import forward_ad
 
-from gradckpt._config import check_no_operators, parse_compress, warn_user
+from gradckpt._compression import check_no_operators, parse_compress, warn_user
 from gradckpt._engine import torch_errors
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.argument_state import Watch
@@ -181,7 +181,7 @@ def device_context() -> Any:
     return next((kind(m.device) for m in reversed(private.function_modes()) if isinstance(m, kind)), None)
 
 
-def fill_from(out: torch.Tensor, original: torch.Tensor, only_nan: bool, once: Any) -> None:
+def copy_original(out: torch.Tensor, original: torch.Tensor, only_nan: bool, once: Any) -> None:
     """Copy the original's values into ``out``: all, or only those that a rounding codec could not
     hold. ``once``: sizes and strides (None: contiguous) of the values where elements share memory.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gradckpt import _C
-from gradckpt._config import warn_inactive
+from gradckpt._compression import warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.kept_calls import check_again, kept_elsewhere, recomputes, warn_runs_again
 from gradckpt._engine.side_effects import generator_states, restore_generators

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradckpt import _C
-from gradckpt._config import Compress, CompressionConfig, explains_keywords, parse_compress
+from gradckpt._compression import Compress, CompressionConfig, explains_keywords, parse_compress
 from gradckpt._engine import saved_roles
 from gradckpt._engine.decorator import check_runs_at_call
 from gradckpt._engine.places import SAVED, place_of

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from gradckpt import _C, policies
 from gradckpt._C import OP_LABEL, OP_PRODUCT, OP_RECOMPUTE, OP_REPLAY_CAST, OP_REPLAY_CHOICE
 from gradckpt._compile.graph import keep_packed, version
-from gradckpt._config import CompressionConfig, warn_inactive
+from gradckpt._compression import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.catching import catch
 from gradckpt._engine.discrete_forms import OfFloats

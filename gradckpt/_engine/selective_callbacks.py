@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from gradckpt import _C, policies
-from gradckpt._config import warn_inactive
+from gradckpt._compression import warn_inactive
 from gradckpt._engine import kept_calls, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import without_partials

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Union
 
 from gradckpt._C import checkpoint
-from gradckpt._config import Compress
+from gradckpt._compression import Compress
 from gradckpt._engine.arguments import OPTIONS
 from gradckpt._engine.places import place_of
 from gradckpt._engine.torch_errors import for_sequential, warn_torchs

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 
-from gradckpt._config import warn_user
+from gradckpt._compression import warn_user
 from gradckpt._engine import torch_private as private
 
 

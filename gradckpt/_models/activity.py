@@ -21,7 +21,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradckpt._C import OP_SAVE
-from gradckpt._config import CompressionConfig, warn_inactive
+from gradckpt._compression import CompressionConfig, warn_inactive
 from gradckpt._engine import ill_conditioned, selective
 from gradckpt._engine.op_mixing import ran_again
 from gradckpt._engine.op_policy import Policy

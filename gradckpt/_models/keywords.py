@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gradckpt._config import CompressionConfig, check_no_operators, instead_of, parse_compress
+from gradckpt._compression import CompressionConfig, check_no_operators, instead_of, parse_compress
 from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_bool, check_int, check_option
 from gradckpt._engine.selective import contexts_of
 from gradckpt._models.rules import saved_settings

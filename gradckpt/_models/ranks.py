@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradckpt._config import CompressionConfig, changes
+from gradckpt._compression import CompressionConfig, changes
 from gradckpt._engine import torch_private as private
 from gradckpt._models import activity
 

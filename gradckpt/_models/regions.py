@@ -20,7 +20,7 @@ import torch
 from torch.nn import Module
 
 from gradckpt._C import eligible
-from gradckpt._config import CompressionConfig
+from gradckpt._compression import CompressionConfig
 from gradckpt._engine.arguments import need_grad, own_keywords
 from gradckpt._engine.decorator import Decorated, check_runs_at_call
 from gradckpt._engine.saved_tensors import call_saved, compress_saved

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Union
 
-from gradckpt._config import (
+from gradckpt._compression import (
     OPERATORS,
     Compress,
     CompressionConfig,

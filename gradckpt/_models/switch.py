@@ -18,13 +18,13 @@ from typing import Any, Final, TypedDict, Unpack
 from torch.nn import Module
 
 from gradckpt import _C
-from gradckpt._config import Compress
+from gradckpt._compression import Compress
 from gradckpt._engine.arguments import check_bool, check_int
 from gradckpt._engine.places import place_of
-from gradckpt._models.adapter import ADAPTERS
 from gradckpt._models.kinds import KINDS, has_relu_and_batch_norm, repeated_blocks, width_of
 from gradckpt._models.regions import choose, region_of, regions_in
 from gradckpt._models.rules import OF_MODULES, Settings, is_saved, parse_options, summary
+from gradckpt._models.transformers_method import ADAPTERS
 from gradckpt._models.weak import WeakModule
 from gradckpt._models.working_set import inner_in
 from gradckpt._offload import OffloadLike, parse_offload

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from gradckpt._config import written
+from gradckpt._compression import written
 from gradckpt._models.kinds import inside_fsdp
 from gradckpt._offload import free_host_memory, parse_bytes, total_host_memory
 from gradckpt._planning.fsdp import FLAT, FSDP1State, FSDP2State, name_before, views_in

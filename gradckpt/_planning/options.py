@@ -23,7 +23,7 @@ from torch.nn import Module
 from gradckpt import _C
 from gradckpt._apart import apart
 from gradckpt._codec_names import resolve_codec
-from gradckpt._config import CompressionConfig, parse_compress
+from gradckpt._compression import CompressionConfig, parse_compress
 from gradckpt._engine import parameter_hooks
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.saved_tensors import compress_saved

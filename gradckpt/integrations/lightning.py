@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from gradckpt._config import Compress, parse_compress
+from gradckpt._compression import Compress, parse_compress
 from gradckpt._engine.arguments import check_bool
 from gradckpt._models.rules import parse_options
 from gradckpt._models.switch import enable, is_enabled

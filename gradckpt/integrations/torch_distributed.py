@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 from torch.nn import Module
 
 from gradckpt._C import checkpoint
-from gradckpt._config import Compress
+from gradckpt._compression import Compress
 from gradckpt._engine.arguments import check_bool
 from gradckpt._models.kinds import Tree
 from gradckpt._models.overlap import block_of, check_around, is_wrapper

@@ -24,9 +24,9 @@ HARMLESS = poles.harmless()
 
 @contextlib.contextmanager
 def anew():
-    before = _C.judge_anew(True)
+    before = _C.sample_anew(True)
     yield
-    _C.judge_anew(before)
+    _C.sample_anew(before)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from processes import in_threads
 from torch import nn
 
 import gradckpt
-from gradckpt._config import set_rounding_state
+from gradckpt._compression import set_rounding_state
 from gradckpt._engine import places
 from gradckpt._engine.places import REGIONS, SAVED, place_of
 

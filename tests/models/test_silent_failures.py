@@ -23,7 +23,7 @@ from gradckpt._models.kinds import width_of
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-from gradckpt import GradckptInactiveWarning, _config, policies  # noqa: E402
+from gradckpt import GradckptInactiveWarning, _compression, policies  # noqa: E402
 from gradckpt._engine import op_mixing, user_lines  # noqa: E402
 from gradckpt._stats import compiled  # noqa: E402
 
@@ -380,7 +380,7 @@ def test_a_warning_from_a_thread_of_autograds_points_at_the_line_that_waits():
     """On a device, backward runs in a thread that no line of the user's has called."""
     done = threading.Lock()
     done.acquire()
-    names = {"done": done, "warn_inactive": _config.warn_inactive}
+    names = {"done": done, "warn_inactive": _compression.warn_inactive}
     of_torch, of_ours = ({"__name__": name, **names} for name in ("torch.autograd.graph", "gradckpt._engine.callbacks"))
     exec("def on_device():\n    warn_inactive('said there')\n    done.release()", of_ours)
     exec("def backward(thread):\n    thread.start()\n    done.acquire()", of_torch)

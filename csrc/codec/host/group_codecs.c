@@ -10,30 +10,30 @@ typedef struct {
     gck_bytes         payload;
     const gck_dither *dither;
     int64_t           row;       /* gck_row(), of formats that scale rows apart; else 0 */
-} work;
+} operands;
 
-static work work_on(gck_format format, const gck_tensor *tensor, gck_bytes payload, const gck_how *how)
+static operands operands_of(gck_format format, const gck_tensor *tensor, gck_bytes payload, const gck_how *how)
 {
-    return (work){format, tensor, payload, how != NULL ? how->dither : NULL,
+    return (operands){format, tensor, payload, how != NULL ? how->dither : NULL,
                   gck_scales_rows(format) ? gck_row(tensor) : 0};
 }
 
 /* The address of the codes of group g in a payload, and of the words beside them. */
-static uint8_t *codes_at(const work *w, int64_t g)
+static uint8_t *codes_at(const operands *w, int64_t g)
 {
     return (uint8_t *)w->payload.codes + g * gck_code_bytes(w->format);
 }
 
-static uint16_t *side_at(const work *w, int64_t g)
+static uint16_t *side_at(const operands *w, int64_t g)
 {
     return (uint16_t *)w->payload.scales + g * gck_side_words(w->format);
 }
 
 /* The bytes of the rows come after those words. */
-static int8_t *rows_of(const work *w) { return (int8_t *)side_at(w, gck_groups_of(w->tensor->numel)); }
+static int8_t *rows_of(const operands *w) { return (int8_t *)side_at(w, gck_groups_of(w->tensor->numel)); }
 
 /* Scale the shares of the groups in a buffer, which begins with group g, and write what was done; or undo it. */
-static void scale_rows(const work *w, void *buffer, int64_t g, int64_t ngroups, int back)
+static void scale_rows(const operands *w, void *buffer, int64_t g, int64_t ngroups, int back)
 {
     const gck_dtype dtype = w->tensor->dtype;
     int8_t *rows = rows_of(w);
@@ -65,7 +65,7 @@ static void scale_rows(const work *w, void *buffer, int64_t g, int64_t ngroups, 
 
 static int encode_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx)
 {
-    const work *w = ctx;
+    const operands *w = ctx;
     const int64_t g = first / GCK_GROUP, n = gck_groups_of(count);
     const gck_dtype dtype = w->tensor->dtype;
 
@@ -82,7 +82,7 @@ static int encode_piece(void *values, int64_t first, int64_t count, int streamin
 
 static int decode_piece(void *values, int64_t first, int64_t count, int streaming, void *ctx)
 {
-    const work *w = ctx;
+    const operands *w = ctx;
     const int64_t g = first / GCK_GROUP, n = gck_groups_of(count);
 
     GCK_KERNEL(decode[w->format][w->tensor->dtype])(codes_at(w, g), side_at(w, g), n, values, g, streaming);
@@ -100,12 +100,12 @@ static int decode_piece(void *values, int64_t first, int64_t count, int streamin
     static int codec##_encode(const gck_tensor *x, gck_bytes to, const gck_how *how, int64_t first,      \
                               int64_t last)                                                              \
     {                                                                                                    \
-        work w = work_on(format, x, to, how);                                                            \
+        operands w = operands_of(format, x, to, how);                                                            \
         return gck_encode_pieces(x, GCK_GROUP, first, last, w.row == 0, encode_piece, &w);               \
     }                                                                                                    \
     static void codec##_decode(gck_bytes from, const gck_tensor *out, int64_t first, int64_t last)       \
     {                                                                                                    \
-        work w = work_on(format, out, from, NULL);                                                       \
+        operands w = operands_of(format, out, from, NULL);                                                       \
         gck_decode_pieces(out, GCK_GROUP, first, last, w.row == 0, decode_piece, &w);                    \
     }                                                                                                    \
     const gck_codec gck_codec_##codec = {                                                                \

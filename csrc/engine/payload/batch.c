@@ -99,7 +99,7 @@ int gck_batch_flush(gck_batch *b)
     int status = 0, n = 0;
 
     for (int i = 0; status == 0 && i < b->n; i++) {
-        status = gck_payload_work(b->payload[i], b->tensor[i], b->arrays[i], &view[n], &bytes[n], &how[n]);
+        status = gck_payload_operands(b->payload[i], b->tensor[i], b->arrays[i], &view[n], &bytes[n], &how[n]);
         view[n].stream = b->stream[i];           /* not that of the flush */
         n += status == 0 && gck_has_values(view[n].data) && gck_has_values(bytes[n].codes);
     }

@@ -16,7 +16,7 @@
 
 /* GCK_COMPRESS, a reason, or -1.  The checks are ordered by cost, and by what a user wants to know
  * first. */
-static int judge(gck_packing *p, gck_input *in)
+static int skip_reason(gck_packing *p, gck_input *in)
 {
     gck_py *py = &p->state->py;
     const int parameter = (PyObject *)Py_TYPE(in->x) == py->Parameter;
@@ -36,10 +36,10 @@ static int judge(gck_packing *p, gck_input *in)
     if (reason != GCK_COMPRESS) {
         return reason;
     }
-    const int judged = gck_input_judge(py, in, p->plan.codec, p->plan.min_numel);
+    const int of_input = gck_input_skip_reason(py, in, p->plan.codec, p->plan.min_numel);
     /* expanded: its memory counts, not its elements */
-    return judged == GCK_COMPRESS && in->view.strides != NULL && gck_distinct(&in->view) < p->plan.min_numel
-         ? GCK_SKIP_SMALL : judged;
+    return of_input == GCK_COMPRESS && in->view.strides != NULL && gck_distinct(&in->view) < p->plan.min_numel
+         ? GCK_SKIP_SMALL : of_input;
 }
 
 int gck_count_bytes(const gck_py *py, PyObject *x, int64_t *counter)
@@ -66,7 +66,7 @@ int gck_count_uncompressed(gck_state *state, PyObject *x, int reason)
     return could_be_compressed(reason) ? gck_count_bytes(&state->py, x, &state->stats.uncompressed_bytes) : 0;
 }
 
-/* New reference: a payload of the tensor, which has been judged, and *forward.  NULL without an
+/* New reference: a payload of the tensor, which has been of_input, and *forward.  NULL without an
  * exception: *skip says why. */
 static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward, gck_skip_reason *skip)
 {
@@ -106,7 +106,7 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
 static int encode(gck_packing *p, gck_input *in, gck_packed *entry, PyObject **forward)
 {
     PyObject *again, *payload = NULL, *fed = NULL, *attributes = NULL;
-    int reason = judge(p, in);
+    int reason = skip_reason(p, in);
     gck_skip_reason skip;
 
     if (reason == GCK_COMPRESS) {
@@ -282,7 +282,7 @@ static int is_made_again(gck_packing *p, PyObject *leaves)
     for (Py_ssize_t i = 0; made == 0 && i < PyList_Size(leaves); i++) {
         gck_input in = gck_input_of(PyList_GetItem(leaves, i));
         const int tensor = gck_is_tensor(&p->state->py, in.x);
-        const int reason = tensor <= 0 ? tensor : p->inputs != NULL || p->plan.codec == NULL ? 0 : judge(p, &in);
+        const int reason = tensor <= 0 ? tensor : p->inputs != NULL || p->plan.codec == NULL ? 0 : skip_reason(p, &in);
         made = tensor < 0 || reason < 0 ? -1 : tensor && reason == GCK_COMPRESS;
         gck_input_clear(&in);
     }

@@ -7,7 +7,7 @@
 #include "torch/tensor.h"
 #include "engine/payload/payload_decode.h"
 #include "engine/payload/payload_overflow.h"
-#include "engine/payload/payload_room.h"
+#include "engine/payload/payload_sizes.h"
 #include "engine/payload/sharing.h"
 
 #include <stdlib.h>
@@ -103,7 +103,7 @@ static int make_bytes(gck_payload *self, int use, PyObject *place)
 }
 
 /* Write the bytes, or defer that.  0; 1 when the codec overflows; -1. */
-static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
+static int encode_values(gck_payload *self, const gck_input *in, gck_batch *batch)
 {
     const gck_tensor values = gck_payload_values(self, NULL, NULL);
     gck_tensor view;
@@ -117,7 +117,7 @@ static int fill(gck_payload *self, const gck_input *in, gck_batch *batch)
     }
     if (self->own.handle != NULL) {              /* faster: no references to hold */
         status = self->device >= 0 && gck_stream_used(&self->state->py, in->x, self->device) < 0 ? -1
-               : gck_payload_work(self, in->x, (gck_arrays){.codes = NULL}, &view, &bytes, &how);
+               : gck_payload_operands(self, in->x, (gck_arrays){.codes = NULL}, &view, &bytes, &how);
         return status == 0 && self->has_values
              ? gck_run_encode(&self->state->py, self->codec, &view, &bytes, &how, 1) : status;
     }
@@ -218,7 +218,7 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
         *skip = GCK_SKIP_FLAG;                   /* the overflow would not be reported: keep the original */
         goto exit;
     }
-    status = fill(self, in, first == NULL ? batch : NULL);
+    status = encode_values(self, in, first == NULL ? batch : NULL);
     if (status != 0) {
         *skip = status > 0 ? GCK_SKIP_OVERFLOW : GCK_COMPRESS;
         goto exit;

@@ -195,7 +195,7 @@ static int see_once(const gck_payload *self, gck_tensor *view)
     return 0;
 }
 
-int gck_payload_work(gck_payload *self, PyObject *tensor, gck_arrays arrays, gck_tensor *view, gck_bytes *bytes,
+int gck_payload_operands(gck_payload *self, PyObject *tensor, gck_arrays arrays, gck_tensor *view, gck_bytes *bytes,
                      gck_how *how)
 {
     const gck_tensor was = {.numel = self->numel, .dtype = self->dtype, .device = self->device};

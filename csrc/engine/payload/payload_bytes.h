@@ -102,7 +102,7 @@ PyObject *gck_payload_memory(const gck_payload *payload);
 PyObject *gck_payload_within(const gck_payload *payload, PyObject *buffer, int64_t offset);
 
 /* The operands of the codec.  Nothing may run Python between this and the work.  0 or -1. */
-int gck_payload_work(gck_payload *payload, PyObject *tensor, gck_arrays arrays, gck_tensor *view, gck_bytes *bytes,
+int gck_payload_operands(gck_payload *payload, PyObject *tensor, gck_arrays arrays, gck_tensor *view, gck_bytes *bytes,
                      gck_how *how);
 
 /* New references: the arrays, through the outer hooks when those have them.  0 or -1. */

@@ -75,14 +75,14 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
 }
 
 /* Copy the values of the original, all of them or those that decoded to NaN, each once. 0 or -1. */
-static int fill_from(gck_payload *self, PyObject *original, int only_nan, PyObject *out, const gck_tensor *view)
+static int copy_original(gck_payload *self, PyObject *original, int only_nan, PyObject *out, const gck_tensor *view)
 {
     const gck_tensor values = gck_payload_values(self, NULL, NULL);
     PyObject *once = self->once == NULL ? Py_NewRef(Py_None)
                    : values.steps == NULL ? Py_BuildValue("(NO)", gck_sizes(1, values.sizes), Py_None)
                    : Py_BuildValue("(NN)", gck_sizes(values.ndim, values.sizes), gck_sizes(values.ndim, values.steps));
     const int status = once == NULL || cross_stream(self, original, view) < 0
-        ? -1 : gck_done(PyObject_CallFunction(self->state->py.call.fill_from, "OOiO", out, original,
+        ? -1 : gck_done(PyObject_CallFunction(self->state->py.call.copy_original, "OOiO", out, original,
                                               only_nan, once));
 
     Py_XDECREF(once);
@@ -158,7 +158,7 @@ static PyObject *decode(gck_payload *self, PyObject *into, gck_batch *batch)
     if (reason == GCK_COMPRESS) {
         ok = (original != NULL && all)
             || decode_bytes(self, out, &view, original == NULL && into == NULL ? batch : NULL) == 0;
-        ok = ok && (original == NULL || fill_from(self, original, !all, out, &view) == 0);
+        ok = ok && (original == NULL || copy_original(self, original, !all, out, &view) == 0);
     } else if (reason > 0) {
         PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not return a plain tensor; enter no mode in "
                                             "backward that was not active in forward");

@@ -5,7 +5,7 @@
 #include "torch/input.h"
 #include "torch/simulated.h"
 #include "torch/tensor.h"
-#include "engine/payload/payload_room.h"
+#include "engine/payload/payload_sizes.h"
 
 #include <time.h>
 

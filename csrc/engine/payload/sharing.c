@@ -53,9 +53,9 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
 {
     const gck_tensor was = in->view;
     gck_payload *found = NULL;
-    int seen = 0;                                /* -1: it changed, with an exception */
+    int view_read = 0;                           /* -1: it changed, with an exception */
 
-    for (int i = 0; seen >= 0 && i < GCK_NRECENT && found == NULL; i++) {
+    for (int i = 0; view_read >= 0 && i < GCK_NRECENT && found == NULL; i++) {
         gck_payload *p = state->recent[i];
         if (p == NULL || p->codec != codec || p->stochastic != stochastic || (p->waits != NULL && p->waits != batch)
             || !may_give(p) || p->overflow != NULL || PyWeakref_GetObject(p->original) != in->x
@@ -63,8 +63,8 @@ gck_payload *gck_sharing_find(gck_state *state, const gck_codec *codec, gck_inpu
             || !may_share(p, &in->view)) {       /* last: it may ask the device */
             continue;
         }
-        seen = seen > 0 ? 1 : gck_view_again(&state->py, in->x, &was, &in->view) < 0 ? -1 : 1;
-        if (seen > 0 && same_view(p, &in->view, exact)) {
+        view_read = view_read > 0 ? 1 : gck_view_again(&state->py, in->x, &was, &in->view) < 0 ? -1 : 1;
+        if (view_read > 0 && same_view(p, &in->view, exact)) {
             found = (gck_payload *)Py_NewRef((PyObject *)p);
             memmove(&state->recent[1], &state->recent[0], (size_t)i * sizeof p);       /* most recently used */
             state->recent[0] = p;
@@ -108,7 +108,7 @@ int gck_sharing_holds(gck_payload *first, gck_input *in)
         || first->overflow != NULL) {
         return 0;
     }
-    if (gck_payload_work(first, in->x, first->arrays, &view, &bytes, &how) < 0) {
+    if (gck_payload_operands(first, in->x, first->arrays, &view, &bytes, &how) < 0) {
         return -1;
     }
     status = first->has_values ? gck_run_encode(&first->state->py, first->codec, &view, &piece, &how, 1) : 0;

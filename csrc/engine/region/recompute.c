@@ -217,7 +217,7 @@ static int find_overwritten(const gck_frame *frame, const gck_recomputed *table)
 
 /* Run one recompute into `table`, with ambient state and grad mode as in the forward.  origins: where
  * what it saves comes from, out; NULL: they are not compared. */
-static int fill(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
+static int run_recompute(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
 {
     gck_state *state = frame->state;
     gck_recompute *self = PyObject_New(gck_recompute, state->Recompute);
@@ -344,7 +344,7 @@ static int check(gck_frame *frame, gck_recomputed *table, const gck_origin *orig
 
 /* Fill the table, then compare what it has with what the forward saved.  0; 1 with an exception: it
  * differs, or the comparison failed; -1: the recompute did. */
-static int fill_and_check(gck_frame *frame, gck_recomputed *table)
+static int run_and_check(gck_frame *frame, gck_recomputed *table)
 {
     const Py_ssize_t n = table->size;
     gck_origin *origins = gck_checks_origins(frame) ? calloc((size_t)n + 1, sizeof *origins) : NULL;
@@ -354,9 +354,9 @@ static int fill_and_check(gck_frame *frame, gck_recomputed *table)
         PyErr_NoMemory();
         return -1;
     }
-    if (fill(frame, table, origins) == 0) {
+    if (run_recompute(frame, table, origins) == 0) {
         /* both may run Python: no other thread sees the table yet */
-        status = check(frame, table, origins) < 0 || (!frame->exact && gck_samples_judge(&frame->samples) < 0);
+        status = check(frame, table, origins) < 0 || (!frame->exact && gck_samples_decide(&frame->samples) < 0);
     }
     for (Py_ssize_t i = 0; origins != NULL && i < n; i++) {
         gck_origin_clear(&origins[i]);
@@ -386,7 +386,7 @@ static gck_recomputed *filled_table(gck_frame *frame, int64_t task, PyObject *gr
     if (table == NULL) {
         return NULL;
     }
-    const int status = fill_and_check(frame, table);
+    const int status = run_and_check(frame, table);
     if (status < 0) {
         gck_recomputed_free(&frame->recomputed, table);      /* a later unpack tries again, as in torch */
         return NULL;

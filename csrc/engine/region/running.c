@@ -193,7 +193,7 @@ PyObject *gck_cpu_rng_state(PyObject *module, PyObject *Py_UNUSED(unused))
 
 PyObject *gck_set_cpu_rng_state(PyObject *module, PyObject *rng_state)
 {
-    return gck_rng_put(&gck_state_of(module)->py.rng, rng_state) < 0 ? NULL : Py_NewRef(Py_None);
+    return gck_rng_set(&gck_state_of(module)->py.rng, rng_state) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* Hide the operators of this thread from the stores of the innermost region, and of what was

@@ -69,7 +69,7 @@ static gck_kind *row_of(gck_state *state, PyObject *function, const gck_codec *c
     return row;
 }
 
-PyObject *gck_judge_anew(PyObject *module, PyObject *on)
+PyObject *gck_sample_anew(PyObject *module, PyObject *on)
 {
     gck_state *state = gck_state_of(module);
 
@@ -157,7 +157,7 @@ int gck_samples_returned(gck_samples *s, PyObject *frame, PyObject *result, int6
     return wanted < 0 ? -1 : 0;
 }
 
-int gck_samples_judge(gck_samples *s)
+int gck_samples_decide(gck_samples *s)
 {
     gck_samples mine = *s;
     int status;

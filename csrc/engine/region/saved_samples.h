@@ -27,12 +27,12 @@ int gck_samples_note(gck_samples *s, const char *method, Py_ssize_t slot, PyObje
 int gck_samples_returned(gck_samples *s, PyObject *frame, PyObject *result, int64_t nodes);
 
 /* The recompute is complete: judge the kind.  0 or -1. */
-int gck_samples_judge(gck_samples *s);
+int gck_samples_decide(gck_samples *s);
 
 /* The region dies: if it was not judged, another one of its kind will be. */
 void gck_samples_clear(gck_samples *s);
 
-/* gradckpt._C.judge_anew(on): inside, all kinds count as new, and those of before return afterwards. */
-PyObject *gck_judge_anew(PyObject *module, PyObject *on);
+/* gradckpt._C.sample_anew(on): inside, all kinds count as new, and those of before return afterwards. */
+PyObject *gck_sample_anew(PyObject *module, PyObject *on);
 
 #endif

@@ -114,7 +114,7 @@ static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_
 
     if (whole.x != NULL && whole.x != Py_None) {
         reason = gck_input_read(py, &whole, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
-               : gck_input_judge(py, &whole, codec, 0);
+               : gck_input_skip_reason(py, &whole, codec, 0);
     }
     if (reason < 0 || (reason == GCK_COMPRESS && gck_view_again(py, in->x, &in->view, &view) < 0)) {
         done = -1;
@@ -142,7 +142,7 @@ static int encode_form(const gck_saved_hooks *self, const gck_saved_as *as, gck_
     gck_py *py = &self->packing.state->py;
     gck_input made = as->part != NULL ? gck_input_of(as->part) : *in;
     int done = gck_input_read(py, &made, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0
-             ? -1 : gck_input_judge(py, &made, as->codec, 0);
+             ? -1 : gck_input_skip_reason(py, &made, as->codec, 0);
 
     if (done != GCK_COMPRESS) {
         *reason = done == GCK_SKIP_DTYPE ? GCK_SKIP_EXACT : done;        /* half precision stays as it is */
@@ -174,8 +174,8 @@ static int is_held(const gck_saved_hooks *self, const void *storage)
     return 0;
 }
 
-int gck_saved_form_put(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *in, gck_saved_form *to,
-                       int reason, gck_batch *batch)
+int gck_saved_form_store(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *in, gck_saved_form *to,
+                         int reason, gck_batch *batch)
 {
     gck_state *state = self->packing.state;
     const int outer = self->packing.outer, judged = reason == GCK_SKIP_EXACT || reason == GCK_SKIP_UNKNOWN;
@@ -208,7 +208,7 @@ int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, 
                           int reason, gck_batch *batch)
 {
     gck_saved_form made = {.storage = NULL}, old = made;
-    const int status = gck_saved_form_put(self, as, in, &made, reason, batch);
+    const int status = gck_saved_form_store(self, as, in, &made, reason, batch);
 
     if (status == 0) {
         old = saved->form;

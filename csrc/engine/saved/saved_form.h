@@ -24,8 +24,8 @@ typedef struct {
 /* Keep the tensor in this form, and count it.  It is kept by reference, for this reason, where the
  * form is exact and where the codec overflows.  GCK_COMPRESS: no other node needs it exactly.
  * batch: where encoding may be deferred, or NULL.  0 or -1. */
-int gck_saved_form_put(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *in, gck_saved_form *to,
-                       int reason, gck_batch *batch);
+int gck_saved_form_store(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *in, gck_saved_form *to,
+                         int reason, gck_batch *batch);
 
 /* Keep `saved` in this form from now on.  0 or -1. */
 int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, const gck_saved_as *as, gck_input *in,

@@ -50,9 +50,9 @@ static int wait(gck_saved_hooks *self, gck_input *in, int64_t number, int late, 
 }
 
 /* Keep the tensor in the form that is now known.  0 or -1. */
-static int put(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *in, gck_saved_tensor *to, int reason)
+static int store(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *in, gck_saved_tensor *to, int reason)
 {
-    if (gck_saved_form_put(self, as, in, &to->form, reason, NULL) < 0) {
+    if (gck_saved_form_store(self, as, in, &to->form, reason, NULL) < 0) {
         return -1;
     }
     to->epoch = self->packing.state->epoch;
@@ -61,14 +61,14 @@ static int put(const gck_saved_hooks *self, const gck_saved_as *as, gck_input *i
 }
 
 /* Keep the tensor as it is, until its node turns out to be that of a Function.  0 or -1. */
-static int put_for_function(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_when when,
+static int store_for_function(gck_saved_hooks *self, gck_input *in, int64_t number, gck_saved_when when,
                             gck_saved_tensor *to, int reason)
 {
     const gck_saved_as exact = {.codec = NULL};
 
     to->result = when == GCK_IF_FUNCTION_OF_RESULT;
     in->leaf = in->leaf && !to->result;          /* a view of a result leads to the node, which must not hold itself */
-    if (gck_saved_form_put(self, &exact, in, &to->form, reason, NULL) < 0) {
+    if (gck_saved_form_store(self, &exact, in, &to->form, reason, NULL) < 0) {
         return -1;
     }
     gck_saved_waiting_at(to, &in->view);         /* it was judged, so it has a view */
@@ -99,8 +99,8 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
         gck_saved_form_make_again(&to->form, as.again);
     } else {
         status = reason < 0 ? -1 : when == GCK_WAITS ? wait(self, in, number, late, to)
-               : when != GCK_DECIDED ? put_for_function(self, in, number, when, to, reason)
-               : put(self, &as, in, to, reason);
+               : when != GCK_DECIDED ? store_for_function(self, in, number, when, to, reason)
+               : store(self, &as, in, to, reason);
     }
     gck_saved_as_clear(&as);
     return status;

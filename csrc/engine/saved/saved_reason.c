@@ -46,7 +46,7 @@ static int may_be_of_function(const gck_saved_hooks *self, gck_input *in, int64_
     if (self->waiting == NULL || self->packing.outer || gck_packing_for_region || (in->requires_grad && !in->leaf)) {
         return 0;
     }
-    reason = gck_input_judge_shape(py, in, plan->codec, plan->min_numel);
+    reason = gck_input_skip_reason_of_shape(py, in, plan->codec, plan->min_numel);
     if (reason != GCK_COMPRESS) {
         return reason < 0 ? -1 : 0;
     }
@@ -110,7 +110,7 @@ int gck_saved_reason(const gck_saved_hooks *self, gck_input *in, PyObject *node,
         return GCK_SKIP_LEAF;
     }
     codec = in->requires_grad ? plan->codec : gck_codec_find("mask");
-    reason = gck_input_judge_shape(py, in, codec, plan->min_numel);
+    reason = gck_input_skip_reason_of_shape(py, in, codec, plan->min_numel);
     if (reason == GCK_COMPRESS && (tracing = tracing >= 0 ? tracing : gck_tracing(py)) != 0) {
         return tracing < 0 ? -1 : GCK_SKIP_TRACING;
     }

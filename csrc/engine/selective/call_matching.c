@@ -158,7 +158,7 @@ static PyObject *handed_out(const gck_matching *m, const gck_op_storage *store, 
 
 /* Calls i and j of the forward can both be the one that was matched with i: is it all the same?  0,
  * or -1 with the error. */
-static int judge_pair(const gck_matching *m, gck_op_storage *store, Py_ssize_t i, Py_ssize_t j,
+static int compare_pair(const gck_matching *m, gck_op_storage *store, Py_ssize_t i, Py_ssize_t j,
                       gck_likeness likeness)
 {
     const gck_py *py = &store->state->py;
@@ -182,7 +182,7 @@ static int judge_pair(const gck_matching *m, gck_op_storage *store, Py_ssize_t i
     return status;
 }
 
-int gck_matching_judge(const gck_matching *m, gck_op_storage *store, int stopped)
+int gck_matching_compare(const gck_matching *m, gck_op_storage *store, int stopped)
 {
     Py_ssize_t last = m->n;
     int status = 0;
@@ -193,7 +193,7 @@ int gck_matching_judge(const gck_matching *m, gck_op_storage *store, int stopped
     /* without stamps it is not known which calls a stop has cut off: the order alone counts */
     for (Py_ssize_t k = 0; status == 0 && m->rivals > 0 && k < m->made; k++) {     /* by order, or by arguments? */
         if (m->matches[k].rival >= 0) {
-            status = judge_pair(m, store, m->matches[k].of, m->matches[k].rival, GCK_LIKE_CONSTANTS);
+            status = compare_pair(m, store, m->matches[k].of, m->matches[k].rival, GCK_LIKE_CONSTANTS);
         }
     }
     if (status < 0 || m->made == m->n || (stopped && !m->stamped) || store->ncalls < m->n) {
@@ -208,7 +208,7 @@ int gck_matching_judge(const gck_matching *m, gck_op_storage *store, int stopped
             if (j != i && (!m->disordered || !m->matches[j].used)
                 && fits(m, &store->calls[j], &store->calls[i].kind, store->calls[i].stamp, likeness)) {
                 latest = latest < 0 ? j : latest;
-                status = judge_pair(m, store, i, j, likeness);
+                status = compare_pair(m, store, i, j, likeness);
             }
         }
         last = m->disordered ? m->n : latest >= 0 ? latest : i;

@@ -51,6 +51,6 @@ void gck_matching_consume(gck_matching *m, gck_op_storage *store, Py_ssize_t ind
 /* The recompute is over; stopped: before its function ended.  -1 with a CheckpointError when calls
  * were more than the forward's, or when they can be calls of the forward in two ways that return
  * different values; else 0. */
-int gck_matching_judge(const gck_matching *m, gck_op_storage *store, int stopped);
+int gck_matching_compare(const gck_matching *m, gck_op_storage *store, int stopped);
 
 #endif

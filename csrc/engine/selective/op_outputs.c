@@ -118,7 +118,7 @@ static PyObject *encoded(gck_op_storage *store, PyObject *x, const gck_plan *pla
     PyObject *payload = NULL;
     gck_skip_reason skip;
     int reason = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
-                : gck_input_judge(&state->py, &in, plan->codec, plan->min_numel);
+                : gck_input_skip_reason(&state->py, &in, plan->codec, plan->min_numel);
 
     s->eligible += reason >= 0;
     if (reason == GCK_COMPRESS) {
@@ -312,7 +312,7 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *Py
         return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), -1);
     }
     gck_input in = gck_input_of(x);
-    reason = gck_input_judge(&state->py, &in, bits, 0);
+    reason = gck_input_skip_reason(&state->py, &in, bits, 0);
     if (reason == GCK_COMPRESS) {
         val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, NULL, &skip);
         nbytes = val != NULL ? ((gck_payload *)val)->nbytes : 0;

@@ -11,7 +11,7 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
-#include "engine/selective/op_calls.h"
+#include "engine/selective/op_record_replay.h"
 #include "engine/selective/op_hiding.h"
 #include "engine/selective/op_outputs.h"
 #include "engine/selective/op_written.h"
@@ -191,7 +191,7 @@ int gck_selective_finish(gck_state *state, gck_active *active, int stopped)
     } else if (matching.surplus != NULL || matching.rivals > 0 || matching.made < matching.n) {
         status = gck_hide_begin(state, &modes);
         if (status == 0) {
-            status = gck_matching_judge(&matching, store, stopped);
+            status = gck_matching_compare(&matching, store, stopped);
             status = gck_hide_end(state, modes) < 0 ? -1 : status;
         }
     }

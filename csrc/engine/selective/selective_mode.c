@@ -10,7 +10,7 @@
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "engine/selective/active_storage.h"
-#include "engine/selective/op_calls.h"
+#include "engine/selective/op_record_replay.h"
 #include "engine/selective/op_hiding.h"
 #include "engine/selective/op_labels.h"
 #include "engine/selective/op_written.h"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from gradckpt._config import CompressionConfig
+from gradckpt._compression import CompressionConfig
 
 logger = logging.getLogger("gradckpt")
 

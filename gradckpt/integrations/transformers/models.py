@@ -17,7 +17,11 @@ import torch
 
 from gradckpt._engine.places import offload_of
 from gradckpt._engine.selective import contexts_key
-from gradckpt._models.adapter import (
+from gradckpt._models.inactivity import ADAPTER, describe, is_on
+from gradckpt._models.keywords import Settings
+from gradckpt._models.kinds import Tree, repeated_blocks
+from gradckpt._models.rules import without_working_set
+from gradckpt._models.transformers_method import (
     Adapter,
     InnerAdapter,
     adapter_of,
@@ -26,10 +30,6 @@ from gradckpt._models.adapter import (
     input_grad_hooks,
     replacement_of,
 )
-from gradckpt._models.inactivity import ADAPTER, describe, is_on
-from gradckpt._models.keywords import Settings
-from gradckpt._models.kinds import Tree, repeated_blocks
-from gradckpt._models.rules import without_working_set
 from gradckpt._models.working_set import are_called, install
 from gradckpt._offload import Offload
 

@@ -19,9 +19,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.trainer_callback import TrainerCallback
 
-from gradckpt._config import warn_inactive
+from gradckpt._compression import warn_inactive
 from gradckpt._enable import enable
-from gradckpt._models.adapter import ADAPTERS, Adapter, adapter_of, adapter_over, held_function, layers_of, original
 from gradckpt._models.keywords import (
     OURS,
     Settings,
@@ -37,6 +36,15 @@ from gradckpt._models.keywords import (
 )
 from gradckpt._models.regions import Region, region_of, regions_in
 from gradckpt._models.switch import log_larger_errors, take_off
+from gradckpt._models.transformers_method import (
+    ADAPTERS,
+    Adapter,
+    adapter_of,
+    adapter_over,
+    held_function,
+    layers_of,
+    original,
+)
 from gradckpt.integrations.transformers.models import (
     carry_input_grads,
     enable_from_kwargs,

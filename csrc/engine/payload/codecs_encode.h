@@ -1,4 +1,4 @@
-/* encode.h: gradckpt.codecs.encode(). */
+/* codecs_encode.h: gradckpt.codecs.encode(). */
 #ifndef GRADCKPT_ENCODE_H
 #define GRADCKPT_ENCODE_H
 

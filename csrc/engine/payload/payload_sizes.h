@@ -1,4 +1,4 @@
-/* payload_room.h: bytes for payloads of codecs whose size depends on the values (gck_counted).
+/* payload_sizes.h: bytes for payloads of codecs whose size depends on the values (gck_counted).
  *
  * On the CPU the values are counted first.  A device is not waited for, so its payloads get room for as
  * large a part of all values as the latest steps needed, and a margin: at first for all.  What a device

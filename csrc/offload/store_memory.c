@@ -1,5 +1,5 @@
-/* store_room.c: the memory of a store, and what leaves it. */
-#include "offload/store_room.h"
+/* store_memory.c: the memory of a store, and what leaves it. */
+#include "offload/store_memory.h"
 
 
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-/* encode.c: gradckpt.codecs.encode(), which makes a payload that the user holds. */
-#include "engine/payload/encode.h"
+/* codecs_encode.c: gradckpt.codecs.encode(), which makes a payload that the user holds. */
+#include "engine/payload/codecs_encode.h"
 
 #include "gradckpt.h"
 #include "torch/input.h"
@@ -17,14 +17,14 @@ static const char *accepted_dtypes(uint32_t dtypes)
 }
 
 /* GCK_COMPRESS, the reason why the tensor cannot be encoded, or -1. */
-static int judge(gck_py *py, gck_input *in, const gck_codec *codec)
+static int why_not_encoded(gck_py *py, gck_input *in, const gck_codec *codec)
 {
     const int tracing = gck_tracing(py);
 
     if (tracing != 0) {
         return tracing < 0 ? -1 : GCK_SKIP_TRACING;
     }
-    return gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_judge(py, in, codec, 0);
+    return gck_input_read(py, in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1 : gck_input_skip_reason(py, in, codec, 0);
 }
 
 PyObject *gck_encode_py(PyObject *module, PyObject *args)
@@ -46,7 +46,7 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
              : PyErr_Format(PyExc_TypeError, "gradckpt: encode() takes a tensor, not %R", Py_TYPE(x));
     }
     gck_input in = gck_input_of(x);
-    const int reason = judge(&state->py, &in, codec);
+    const int reason = why_not_encoded(&state->py, &in, codec);
     const gck_dither dither = {seed, step, tensor};
     PyObject *payload = NULL, *dtype;
     gck_skip_reason skip;

@@ -1,5 +1,5 @@
-/* payload_room.c: counted on the CPU, learned from a device. */
-#include "engine/payload/payload_room.h"
+/* payload_sizes.c: counted on the CPU, learned from a device. */
+#include "engine/payload/payload_sizes.h"
 
 #include "torch/simulated.h"
 #include "torch/tensor.h"

@@ -1,4 +1,4 @@
-/* op_calls.h: a caught call of an operator in the forward of a region, and in its recompute. */
+/* op_record_replay.h: a caught call of an operator in the forward of a region, and in its recompute. */
 #ifndef GRADCKPT_OP_CALLS_H
 #define GRADCKPT_OP_CALLS_H
 

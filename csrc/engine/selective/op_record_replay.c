@@ -1,5 +1,5 @@
-/* op_calls.c: what happens to one caught call: it is recorded, or replayed. */
-#include "engine/selective/op_calls.h"
+/* op_record_replay.c: what happens to one caught call: it is recorded, or replayed. */
+#include "engine/selective/op_record_replay.h"
 
 #include "torch/calls.h"
 #include "torch/generators.h"

@@ -1,4 +1,4 @@
-/* store_room.h: the memory of a store, and what leaves it.  All with its lock. */
+/* store_memory.h: the memory of a store, and what leaves it.  All with its lock. */
 #ifndef GRADCKPT_STORE_ROOM_H
 #define GRADCKPT_STORE_ROOM_H
 
