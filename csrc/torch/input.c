@@ -179,7 +179,7 @@ int gck_input_read(gck_py *py, gck_input *in, int facts)
     return 0;
 }
 
-static int skip_reason_of(const gck_input *in, const gck_codec *codec, int64_t min_numel)
+static int reason_of(const gck_input *in, const gck_codec *codec, int64_t min_numel)
 {
     return in->reason != GCK_COMPRESS                     ? in->reason
          : !(codec->dtypes & GCK_BIT(in->view.dtype)) ? GCK_SKIP_DTYPE
@@ -188,12 +188,12 @@ static int skip_reason_of(const gck_input *in, const gck_codec *codec, int64_t m
 
 int gck_input_skip_reason(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel)
 {
-    return gck_input_read(py, in, GCK_FACT_VERSION | GCK_FACT_VIEW) < 0 ? -1 : skip_reason_of(in, codec, min_numel);
+    return gck_input_read(py, in, GCK_FACT_VERSION | GCK_FACT_VIEW) < 0 ? -1 : reason_of(in, codec, min_numel);
 }
 
 int gck_input_skip_reason_of_shape(gck_py *py, gck_input *in, const gck_codec *codec, int64_t min_numel)
 {
-    return gck_input_read(py, in, GCK_FACT_SHAPE) < 0 ? -1 : skip_reason_of(in, codec, min_numel);
+    return gck_input_read(py, in, GCK_FACT_SHAPE) < 0 ? -1 : reason_of(in, codec, min_numel);
 }
 
 int gck_memory_of(const gck_py *py, PyObject *x, const char **data, int64_t *nbytes)

@@ -86,7 +86,7 @@ FAILING = tuple(
     f"-D{name}={name}_or_fail" for name in ("calloc", "realloc", "posix_memalign", "mmap", "pthread_create")
 )
 FAILING += tuple(f"-D{name}={name}_counted" for name in ("free", "munmap"))
-STORE = ("store", "store_room", "store_threads", "file", "space", "ranges", "event", "store_figures")
+STORE = ("store", "store_memory", "store_threads", "file", "space", "ranges", "event", "store_figures")
 
 
 @functools.cache
