@@ -447,7 +447,7 @@ def test_planning_leaves_weights_that_lie_gathered(ranks):
             "gradckpt: this sharded model does not reduce its gradients now; call set_requires_gradient_sync(",
         ),
         ("error", "gradckpt: error= cannot be measured on a sharded model; call plan() before FSDP shards it"),
-        ("parts", f"{_REFUSED}parts of its Block are sharded alone; choose these parts with modules="),
+        ("parts", f"{_REFUSED}parts of its PlannedBlock are sharded alone; choose these parts with modules="),
         ("two dimensions", f"{_REFUSED}it has DTensors that fully_shard() did not make; call plan() before "),
         ("a part", f"{_REFUSED}it is a part of a model that is sharded; pass the whole model"),
     ],
@@ -462,7 +462,7 @@ def test_refused(ranks, case, message):
     [
         ("unreduced", "gradckpt: this sharded model does not reduce its gradients now; "),
         ("error", "gradckpt: error= cannot be measured on a sharded model; call plan() before FSDP shards it"),
-        ("wrappers", f"{_REFUSED}a region is FullyShardedDataParallel; choose Block in it with modules="),
+        ("wrappers", f"{_REFUSED}a region is FullyShardedDataParallel; choose PlannedBlock in it with modules="),
         ("a part", f"{_REFUSED}it is a part of a model that is sharded; pass the whole model"),
         ("offloaded", f"{_REFUSED}its weights are offloaded to the host; call plan() before "),
         ("prefetching", f"{_REFUSED}it gathers weights in the order of its first step; call plan() after that"),

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from checkout import CSRC, HELPERS, NATIVE
+from checkout import CSRC, NATIVE
 
 # ---- What several workers of one run need: built by the first, under a lock. And programs of C
 # that drive sources of csrc whose allocations fail in turn.
@@ -55,7 +55,7 @@ def said_of_failing_memory(folder, driver, sources, *arguments):
     objects = [folder / f"{path.stem}.o" for path in sources]
     for path, built in zip(sources, objects, strict=True):
         gcc(*SANITIZED, "-Dmalloc=malloc_or_fail", "-Dfree=free_counted", "-c", path, "-o", built)
-    gcc(*SANITIZED, HELPERS / driver, *objects, "-o", folder / "driver")
+    gcc(*SANITIZED, NATIVE / driver, *objects, "-o", folder / "driver")
     return output_of(folder / "driver", *arguments)
 
 

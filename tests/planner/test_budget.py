@@ -330,7 +330,7 @@ def test_a_plan_for_another_model(tmp_path):
     with pytest.raises(ValueError, match=r"another model: 'blocks\.1' has other parameters"):
         gradckpt.enable(wide, plan=plan)
     wide.blocks[1] = nn.Linear(NET_WIDTH, NET_WIDTH)
-    with pytest.raises(ValueError, match=r"another model: 'blocks\.1' is Linear, not Block"):
+    with pytest.raises(ValueError, match=r"another model: 'blocks\.1' is Linear, not PlannedBlock"):
         gradckpt.enable(wide, plan=plan)
     with pytest.raises(ValueError, match=r"another model: 'blocks\.3\.norm\.weight', 128, is not in it"):
         gradckpt.enable(net(4), plan=plan)
@@ -376,10 +376,10 @@ def test_a_budget_in_the_verdict():
 def test_names_in_a_table():
     plan = gradckpt.plan(net(3), BATCH, budget="1GiB")
     long = [dataclasses.replace(r, name=f"base_model.model.layers.{i}.inner") for i, r in enumerate(plan.regions)]
-    assert "\nbase_model.model.layers.0.inner to 2.inner (3 Block)  keep" in str(
+    assert "\nbase_model.model.layers.0.inner to 2.inner (3 PlannedBlock)  keep" in str(
         dataclasses.replace(plan, regions=tuple(long))
     )
-    assert "\nblocks.0 to 2 (3 Block)  keep" in str(plan)
+    assert "\nblocks.0 to 2 (3 PlannedBlock)  keep" in str(plan)
 
 
 # ---- a model that trains
@@ -418,7 +418,7 @@ def test_enable_plans_in_the_first_step(monkeypatch, caplog):
     assert 0 < len(handle.modules) < LAYERS
     assert "gradckpt: from the next training call on: Peak" in caplog.text
     assert "\nregions " in caplog.text, "the plan's table"
-    assert caplog.text.count(f"gradckpt: measured Block in {len(probe.profile.options)} options") == 1
+    assert caplog.text.count(f"gradckpt: measured PlannedBlock in {len(probe.profile.options)} options") == 1
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     counted = gradckpt.stats()
     assert counted["steps"] == 1, "the call that measured does not count"

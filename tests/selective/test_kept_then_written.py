@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from checkout import HELPERS
 from processes import printed_by
+from selective_ways import _nothing_left_behind as _nothing_left_behind
 
 import gradckpt
 
