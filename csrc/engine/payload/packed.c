@@ -66,7 +66,7 @@ int gck_count_uncompressed(gck_state *state, PyObject *x, int reason)
     return could_be_compressed(reason) ? gck_count_bytes(&state->py, x, &state->stats.uncompressed_bytes) : 0;
 }
 
-/* New reference: a payload of the tensor, which has been of_input, and *forward.  NULL without an
+/* New reference: a payload of the tensor, which the codec takes, and *forward.  NULL without an
  * exception: *skip says why. */
 static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward, gck_skip_reason *skip)
 {

@@ -42,7 +42,7 @@ static int shared_size(gck_state *state, PyObject *node, int kind, int n, int64_
     ndim = shape != NULL ? PySequence_Size(shape) : -1;
     if (ndim >= 2 && row->family == GCK_CONVOLUTION) {           /* of a weight: what one result comes from */
         *size = strcmp(row->argument, "weight") == 0 ? 1 : INT64_MAX;
-        for (Py_ssize_t d = 1; *size < INT64_MAX && d < ndim; d++) {
+        for (Py_ssize_t d = 1; *size > 0 && *size < INT64_MAX && d < ndim; d++) {     /* -1: it refuses */
             *size *= gck_as_int64(PySequence_GetItem(shape, d));
         }
     } else if (ndim >= 2) {
