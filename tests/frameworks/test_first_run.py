@@ -60,7 +60,7 @@ def exact(name, folder):
 def train(folder, programs, environment=None, before=(), warnings=CLEAN):
     """What each program did, all in one process:
     what comes after an ``import gradckpt`` is with gradckpt."""
-    env = environment or {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS)))}
+    env = environment or {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, PROGRAMS)))}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONWARNINGS"] = ",".join(warnings)
     command = [sys.executable, *before, PROGRAMS / "first_run_probe.py", "out.pt", *programs]

@@ -14,7 +14,7 @@ import time
 import pages
 import processes
 import pytest
-from checkout import ROOT
+from checkout import ROOT, TESTS
 from pages import PREFIX, messages
 
 import gradckpt
@@ -105,7 +105,7 @@ def folders(request, tmp_path_factory):
 def test_examples_run(folders, page):
     folder, running = folders[0][page], folders[1]
     if page in ELSEWHERE:
-        before = [PROGRAMS / "torchvision_operators.py"] if page == "timm" else []
+        before = [TESTS / "programs" / "torchvision_operators.py"] if page == "timm" else []
         done = run(sys.executable, *before, "page.py", cwd=folder, folder=ELSEWHERE[page])
         status, printed, said = done.returncode, done.stdout, done.stderr
     else:

@@ -146,6 +146,37 @@ GCK_LANE_FN uint32_t choose_base(uint32_t (&c)[N], uint8_t (&exponents)[VALUES],
     return base;
 }
 
+/* ---- arenas ---- */
+
+/* How many values of the block before this lane's escape, and in all.  Every thread of the block comes here once.
+ * Votes bit by bit: sum_before() needs registers that the encode of half precision has not. */
+GCK_LANE_FN int escapes_before(uint32_t escapes, int (&of_warp)[WARPS], int *all)
+{
+    const int warp = (int)threadIdx.x / 32, mine = __popc(escapes);
+    const uint32_t lower = (1u << (threadIdx.x % 32)) - 1u;
+    int before = 0, sum = 0;
+
+    if (__ballot_sync(ALL_LANES, mine != 0) != 0) {
+#pragma unroll
+        for (int b = 0; b < 5; b++) {              /* of a number up to 16, bit by bit */
+            const uint32_t votes = __ballot_sync(ALL_LANES, mine >> b & 1);
+            before += __popc(votes & lower) << b;
+            sum += __popc(votes) << b;
+        }
+    }
+    if (threadIdx.x % 32 == 0) {
+        of_warp[warp] = sum;
+    }
+    __syncthreads();
+    *all = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        before += w < warp ? of_warp[w] : 0;
+        *all += of_warp[w];
+    }
+    return before;
+}
+
 /* ---- words ---- */
 
 /* The first row of this lane. */
@@ -225,10 +256,11 @@ lossless_encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, const __
 {
     typedef packed<DTYPE> P;
     __shared__ uint4 arena[GCK_ARENA / 16];
-    __shared__ uint32_t of_warp[WARPS];
+    __shared__ int of_warp[WARPS];
     __shared__ uint8_t bases[GCK_BLOCK_GROUPS], exponents[THREADS][VALUES];
     const int groups = groups_of_block(ngroups);
-    uint32_t c[P::N], escapes, all;
+    uint32_t c[P::N], escapes;
+    int all;
 
     load_words(x, first_of_lane(), c);
     map_words(c, [](uint32_t word, int) { return gck_rotated(word, DTYPE); });
@@ -237,7 +269,7 @@ lossless_encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, const __
     if (threadIdx.x < GCK_ARENA / 4) {
         ((uint32_t *)arena)[threadIdx.x] = 0;
     }
-    int at = (int)sum_before((uint32_t)__popc(escapes), of_warp, &all);        /* in the arena */
+    int at = escapes_before(escapes, of_warp, &all);
     unpack_again(c);
     if (escapes != 0) {
 #pragma unroll
@@ -265,11 +297,11 @@ lossless_encode_kernel(const __grid_constant__ VIEW x, int64_t ngroups, const __
         __stcs((uint4 *)(out.arenas + (int64_t)blockIdx.x * GCK_ARENA) + threadIdx.x, arena[threadIdx.x]);
     }
     if ((int)threadIdx.x < groups) {
-        out.bases[(int64_t)blockIdx.x * GCK_BLOCK_GROUPS + threadIdx.x] = (int)all > GCK_ARENA ? (uint8_t)0
+        out.bases[(int64_t)blockIdx.x * GCK_BLOCK_GROUPS + threadIdx.x] = all > GCK_ARENA ? (uint8_t)0
                                                                               : bases[threadIdx.x];
     }
     if (threadIdx.x == 0) {
-        report(to, (int)all > GCK_ARENA);
+        report(to, all > GCK_ARENA);
     }
 }
 
@@ -278,11 +310,12 @@ static __global__ void __launch_bounds__(THREADS, wide_blocks(DTYPE, VIEW::CONTI
 lossless_decode_kernel(const __grid_constant__ parts in, int64_t ngroups, const __grid_constant__ VIEW x)
 {
     typedef packed<DTYPE> P;
-    __shared__ uint32_t of_warp[WARPS];
+    __shared__ int of_warp[WARPS];
     const int groups = groups_of_block(ngroups), g = (int)threadIdx.x / LANES;
     const uint32_t base = g < groups ? __ldg(in.bases + (int64_t)blockIdx.x * GCK_BLOCK_GROUPS + g) : 0u;
     const uint8_t *arena = in.arenas + (int64_t)blockIdx.x * GCK_ARENA;
-    uint32_t c[P::N], escapes = 0, all;
+    uint32_t c[P::N], escapes = 0;
+    int all;
 
 #pragma unroll
     for (int k = 0; k < P::N / 4; k++) {
@@ -295,7 +328,7 @@ lossless_decode_kernel(const __grid_constant__ parts in, int64_t ngroups, const 
     for (int j = 0; j < VALUES; j++) {
         escapes |= (uint32_t)(word_of(c, j) >> gck_low_bits(DTYPE) == GCK_ESCAPE_CODE) << j;
     }
-    int at = (int)sum_before((uint32_t)__popc(escapes), of_warp, &all);
+    int at = escapes_before(escapes, of_warp, &all);
     unpack_again(c);
     map_words(c, [=, &at](uint32_t word, int j) {
         uint32_t escape = 0;
