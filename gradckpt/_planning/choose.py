@@ -309,7 +309,7 @@ def _faster(profile: Any, choice: Choice, chain: Chain, limit: int, squares: flo
         other = tuple(of.get(block, option) for block, option in zip(profile.calls, choice, strict=True))
         if other == choice or max(chain.levels(other)) > limit * _NEARLY:
             continue
-        if squares is not None and profile.expected(other) ** 2 > squares:
+        if squares is not None and not profile.expected(other) ** 2 <= squares:  # also an error that is no number
             continue
         if (seconds := profile.seconds(other)) < now:
             found.append((seconds, other))
