@@ -34,7 +34,9 @@ class Segment:
         value = inputs if self.unpack_tuples else inputs[0]
         for function in self.functions:
             value = function(*_spread(value)) if self.unpack_tuples else function(value)
-        return inputs[0] if value is inputs and len(inputs) == 1 else value
+        if self.functions or not self.unpack_tuples or len(inputs) != 1:  # Dynamo compares no tuples by `is`
+            return value
+        return inputs[0]
 
     @property
     def __gradckpt_functions__(self) -> tuple[Callable[..., Any], ...]:
