@@ -262,3 +262,16 @@ def test_several_steps_before_a_backward():
     for loss in losses:
         loss.backward()
     assert_same([p.grad for p in model.parameters()], want)
+
+
+def test_a_sequence_whose_tuples_are_spread_is_one_graph():
+    def pair(a, b):
+        return a.sin() * b, b.cos()
+
+    def run(x):
+        return sum(gradckpt.checkpoint_sequential([lambda a: (a, a * 2), pair, pair], 3, x, unpack_tuples=True)).sum()
+
+    x, y = (torch.linspace(0, 1, 8).requires_grad_() for _ in range(2))
+    run(x).backward()
+    torch.compile(run, backend="aot_eager", fullgraph=True)(y).backward()
+    torch.testing.assert_close(y.grad, x.grad)
