@@ -392,45 +392,42 @@ class patched:
         ``None`` if something was, or if nothing was requested.
         """
         s = self.stats()
-        calls, regions = s["calls"], s["regions"]
-        unknown = (
-            (self.config is None and (self._regions or s["traced"] or regions))  # the backward checks what is kept
-            or (not calls and stats()["compiled_regions"])  # a graph of an earlier block may be running
-            or regions < self._regions  # gradckpt.stats.reset() was called meanwhile
-        )
-        if not self._acts or s["compressed"] or s["compiled_tensors"] or unknown:
+        if not self._acts or s["compressed"] or s["compiled_tensors"]:
             return None
+        if self.config is None and (self._regions or s["traced"] or s["regions"]):
+            return None  # the backward checks whether the policy keeps anything
+        if not s["calls"] and stats()["compiled_regions"]:
+            return None  # a graph of an earlier block may be running, so this is unknown
+        if s["regions"] < self._regions:
+            return None  # gradckpt.stats.reset() was called meanwhile, so this is unknown
         holder = getattr(torch_checkpoint, "checkpoint", None)
-        of_tensors = activity.inactive_reason(s)
-        reasons = (
-            (
-                self.active and not private.is_of_checkpoint(holder),
-                f"torch.utils.checkpoint.checkpoint was replaced by {holder!r}; undo that",
-            ),
-            (not calls and s["regions_eligible"], of_tensors),
-            (
-                not calls and regions,
+        if self.active and not private.is_of_checkpoint(holder):
+            return f"torch.utils.checkpoint.checkpoint was replaced by {holder!r}; undo that"
+        if not s["calls"] and s["regions_eligible"]:
+            return activity.inactive_reason(s)
+        if not s["calls"] and s["regions"]:
+            return (
                 "the regions called gradckpt.checkpoint without compression, which a patch leaves alone; there, pass "
-                'compress="int8"',
-            ),
-            (
-                not calls,
+                'compress="int8"'
+            )
+        if not s["calls"]:
+            return (
                 "nothing in this process called torch.utils.checkpoint.checkpoint; turn checkpointing on, by "
-                "activation_checkpointing=True or the script's flag, and call model.train()",
-            ),
-            (
-                s["reentrant"] == calls,
-                f"all {calls} calls of checkpoint passed use_reentrant=True, which gradckpt leaves to torch; pass "
-                "use_reentrant=False (transformers: in activation_checkpointing_kwargs)",
-            ),
-            (
-                not regions and s["traced"],
+                "activation_checkpointing=True or the script's flag, and call model.train()"
+            )
+        if s["reentrant"] == s["calls"]:
+            return (
+                f"all {s['calls']} calls of checkpoint passed use_reentrant=True, which gradckpt leaves to torch; pass "
+                "use_reentrant=False (transformers: in activation_checkpointing_kwargs)"
+            )
+        if not s["regions"] and s["traced"]:
+            return (
                 "every region was compiled, and its inputs are leaves or small, or torch.compile's backend has no "
-                "AOTAutograd",
-            ),
-            (not regions, f"all {calls} calls of checkpoint were made without grad"),
-        )
-        return next((reason for holds, reason in reasons if holds), of_tensors)
+                "AOTAutograd"
+            )
+        if not s["regions"]:
+            return f"all {s['calls']} calls of checkpoint were made without grad"
+        return activity.inactive_reason(s)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count an optimizer step, of any optimizer.

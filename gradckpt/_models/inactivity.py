@@ -143,49 +143,29 @@ def _why_inactive(model: Any, adapter: Any, new: Stats) -> tuple[str, bool]:
 
 
 def _reason(model: Any, adapter: Any, new: Stats) -> tuple[str, bool]:
+    if not is_on(model):
+        return "checkpointing was turned off since enable(); call model.activation_checkpointing_enable()", True
     ours = list(adapter.modules(model))
     again = "call model.activation_checkpointing_enable() again"
     held = {id(m) for m in ours}
     others = (m for m in model.modules() if id(m) not in held and getattr(m, "gradient_checkpointing", False))
     other = next((f for m in others if (f := vars(m).get("_gradient_checkpointing_func")) is not None), None)
-    reasons = (
-        (
-            not is_on(model),
-            "checkpointing was turned off since enable(); call model.activation_checkpointing_enable()",
-            True,
-        ),
-        (
-            other is not None and (not ours or not new["regions"]),
-            f"the layers call {describe(other)}, which they got after enable(); {again}",
-            True,
-        ),
-        (
-            ours and not any(m.training for m in ours if m.gradient_checkpointing),
-            f"its layers are in {_IN_EVAL_MODE}",
-            True,
-        ),
-        (
-            not new["regions"],
-            f"its layers never called checkpoint; if they were replaced, {again}, else wrap them with "
-            "gradckpt.checkpoint",
-            True,
-        ),
-        (activity.is_one_leaf(new), "its one input is a leaf, which autograd keeps anyway", False),
-        (
-            not new["eligible"] and activity.are_frozen(adapter.layers(model)),
-            f"its layers {activity.FROZEN}",
-            False,
-        ),
-        (
-            not new["eligible"],
-            "no input of a layer requires grad (frozen embeddings?); call model.enable_input_require_grads()",
-            True,
-        ),
-    )
-    kept = [f"{reason} ({n})" if n < new["eligible"] else reason for reason, n in new["uncompressed"].items()]
-    why = f"{', '.join(kept) or 'unknown'} (min_numel={adapter.active.min_numel})"
-    uncompressed = f"all {new['eligible']} inputs stayed uncompressed: {why}", not activity.are_small(new)
-    return next(((reason, mend) for holds, reason, mend in reasons if holds), uncompressed)
+    if other is not None and (not ours or not new["regions"]):
+        return f"the layers call {describe(other)}, which they got after enable(); {again}", True
+    if ours and not any(m.training for m in ours if m.gradient_checkpointing):
+        return f"its layers are in {_IN_EVAL_MODE}", True
+    if not new["regions"]:
+        instead = f"if they were replaced, {again}, else wrap them with gradckpt.checkpoint"
+        return f"its layers never called checkpoint; {instead}", True
+    if activity.is_one_leaf(new):
+        return "its one input is a leaf, which autograd keeps anyway", False
+    if not new["eligible"] and activity.are_frozen(adapter.layers(model)):
+        return f"its layers {activity.FROZEN}", False
+    if not new["eligible"]:
+        return "no input of a layer requires grad (frozen embeddings?); call model.enable_input_require_grads()", True
+    reasons = [f"{reason} ({n})" if n < new["eligible"] else reason for reason, n in new["uncompressed"].items()]
+    why = f"{', '.join(reasons) or 'unknown'} (min_numel={adapter.active.min_numel})"
+    return f"all {new['eligible']} inputs stayed uncompressed: {why}", not activity.are_small(new)
 
 
 def is_on(model: Any) -> bool:

@@ -126,9 +126,7 @@ def nbytes(codec, dtype, n):
 
 def aligned(n):
     """n bytes at a 64-byte boundary, filled with FILL."""
-    block = np.full(n + 64, FILL, np.uint8)
-    start = -block.ctypes.data % 64
-    return block[start : start + n]
+    return codec_libraries.aligned(n, FILL)
 
 
 class Layout:
@@ -502,9 +500,7 @@ def aligned_bytes(nbytes):
         weakref.finalize(block, libc.free, address)
         block[:] = FILL
         return block
-    block = np.full(nbytes + 16, FILL, np.uint8)
-    start = -block.ctypes.data % 16
-    return block[start : start + nbytes]
+    return codec_libraries.aligned(nbytes, FILL, 16)
 
 
 def pointer(array):

@@ -152,9 +152,10 @@ ISAS = [isa for isa in ("scalar", "avx2", "avx512") if supported(isa)]
 AVX512_FLAGS = shlex.split("-std=c11 -O2 -fPIC -ffp-contract=off -mavx2 -mfma -mf16c -DGCK_EMULATE_AVX512 -Wall")
 
 
-def aligned(nbytes):
-    block = np.zeros(nbytes + 64, np.uint8)
-    start = -block.ctypes.data % 64
+def aligned(nbytes, fill=0, boundary=64):
+    """So many bytes of this value, at a boundary."""
+    block = np.full(nbytes + boundary, fill, np.uint8)
+    start = -block.ctypes.data % boundary
     return block[start : start + nbytes]
 
 
@@ -180,55 +181,32 @@ class EmulatedAvx512:
         self.library = ctypes.CDLL(str(folder / "avx512.so"))
         self.table = Kernels.in_dll(self.library, "gck_kernels_avx512")
 
-    def encode_noisy(self, codec, bits, dtype, key):
+    def _encode(self, kernels, more, codec, bits, dtype, *operands):
+        """What a kernel writes; it takes `more` after its values and its payload, as `operands`."""
         groups = bits.size // 128
-        kernel = ctypes.CFUNCTYPE(
-            None,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.POINTER(Dither),
-            ctypes.c_int64,
-        )(self.table.encode_noisy[FORMATS[codec]][NUMBERS[dtype]])
         codes, side = LAYOUT[codec]
+        types = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, *more
         payload = aligned(groups * (codes + side))
         start = payload.ctypes.data
-        kernel(bits.ctypes.data, groups, start, start + groups * codes, Dither(*key), 0)
+        kernel = ctypes.CFUNCTYPE(None, *types)(kernels[FORMATS[codec]][NUMBERS[dtype]])
+        kernel(bits.ctypes.data, groups, start, start + groups * codes, *operands)
         return payload
 
+    def encode_noisy(self, codec, bits, dtype, key):
+        more = ctypes.POINTER(Dither), ctypes.c_int64
+        return self._encode(self.table.encode_noisy, more, codec, bits, dtype, Dither(*key), 0)
+
     def encode(self, codec, bits, dtype, streaming=0):
-        groups = bits.size // 128
-        codes, side = LAYOUT[codec]
-        kernel = ctypes.CFUNCTYPE(
-            None,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int,
-        )(self.table.encode[FORMATS[codec]][NUMBERS[dtype]])
-        payload = aligned(groups * (codes + side))
-        start = payload.ctypes.data
-        kernel(bits.ctypes.data, groups, start, start + groups * codes, 0, streaming)
-        return payload
+        return self._encode(self.table.encode, (ctypes.c_int64, ctypes.c_int), codec, bits, dtype, 0, streaming)
 
     def decode(self, codec, payload, numel, dtype, streaming=0):
         groups = numel // 128
-        kernel = ctypes.CFUNCTYPE(
-            None,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int,
-        )(self.table.decode[FORMATS[codec]][NUMBERS[dtype]])
+        types = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         source = aligned(payload.size)
         source[:] = payload
         start = source.ctypes.data
         out = aligned(numel * np.dtype(oracle.WORDS[dtype]).itemsize)
+        kernel = ctypes.CFUNCTYPE(None, *types)(self.table.decode[FORMATS[codec]][NUMBERS[dtype]])
         kernel(start, start + groups * LAYOUT[codec][0], groups, out.ctypes.data, 0, streaming)
         return out.view(oracle.WORDS[dtype])
 

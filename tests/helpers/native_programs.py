@@ -18,7 +18,7 @@ from checkout import CSRC, NATIVE
 # ---- What several workers of one run need: built by the first, under a lock. And programs of C
 # that drive sources of csrc whose allocations fail in turn.
 
-WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers"]
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers"]  # as in setup.py
 SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
@@ -36,11 +36,13 @@ def built_once(request, factory, name, build):
     return folder
 
 
+def compiler():
+    """Return the path of gcc; skip the test where there is none."""
+    return shutil.which("gcc") or pytest.skip("gcc not found")
+
+
 def gcc(*arguments):
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("gcc not found")
-    subprocess.run([compiler, "-std=c11", "-D_GNU_SOURCE", *WARNINGS, f"-I{CSRC}", *arguments], check=True)
+    subprocess.run([compiler(), "-std=c11", "-D_GNU_SOURCE", *WARNINGS, f"-I{CSRC}", *arguments], check=True)
 
 
 def output_of(program, *arguments):
@@ -64,14 +66,14 @@ def said_of_failing_memory(folder, driver, sources, *arguments):
 
 def led_library(folder):
     """Return its path, in this folder; skip the test where it cannot be built."""
-    gcc, include = shutil.which("gcc"), sysconfig.get_path("include")
-    if gcc is None or not os.path.exists(os.path.join(include, "Python.h")):
-        pytest.skip("gcc or Python.h not found")
+    include = sysconfig.get_path("include")
+    if not os.path.exists(os.path.join(include, "Python.h")):
+        pytest.skip("Python.h not found")
     if platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("the calls are led through code for x86-64 Linux")
     path = folder / "call_faults.so"
     options = ["-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", f"-I{include}"]
-    subprocess.run([gcc, *options, NATIVE / "call_faults.c", "-o", path], check=True)
+    subprocess.run([compiler(), *options, NATIVE / "call_faults.c", "-o", path], check=True)
     return path
 
 
@@ -79,8 +81,7 @@ def led_library(folder):
 
 SANITIZERS = {"address": ("-fsanitize=address,undefined",), "thread": ("-fsanitize=thread",)}
 LEAVE_OUT = ("-DGCK_LEAVE_OUT_EDGES",)
-OPTIONS = ("-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", f"-I{NATIVE}")
-C_WARNINGS = ("-Wno-missing-field-initializers",)  # as in setup.py
+OPTIONS = ("-std=gnu11", "-g", "-O1", *WARNINGS, f"-I{CSRC}", f"-I{NATIVE}")
 #: Each request of csrc/offload for memory, or for a thread, is one of native/failing_memory.h.
 FAILING = tuple(
     f"-D{name}={name}_or_fail" for name in ("calloc", "realloc", "posix_memalign", "mmap", "pthread_create")
@@ -104,12 +105,9 @@ def c_program(
     """The path of native/NAME.c as a program, built once per process; ``of_sources``: options of
     csrc/offload alone.
     """
-    gcc = shutil.which("gcc")
-    if gcc is None:
-        pytest.skip("gcc not found")
     made = Path(tempfile.mkdtemp(dir=_folder().name)) / name
     files = [CSRC / "offload" / f"{each}.c" for each in sources]
-    command = [gcc, *OPTIONS, *C_WARNINGS, *options]
+    command = [compiler(), *OPTIONS, *options]
     if of_sources:
         subprocess.run([*command, *of_sources, "-c", *files], cwd=made.parent, check=True)
         files = sorted(made.parent.glob("*.o"))

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from checkout import HELPERS, ROOT
+from processes import PATH
 
 # ---- Worlds of two processes on gloo: :func:`run` starts them; each writes down what it found,
 # and the tests read it. :func:`of_one` is the world of a test's own process.
@@ -43,7 +44,7 @@ def run(function, folder, *arguments, ranks=2, fails=False):
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
             "ACCELERATE_USE_CPU": "true",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": PATH,
         }
         command = [sys.executable, str(HELPERS / "worlds.py"), str(file), function.__name__, str(folder), *arguments]
         with open(folder / f"output{rank}", "w") as output, open(folder / f"errors{rank}", "w") as errors:
