@@ -141,13 +141,13 @@ def first_sentence(found: list[Comparison]) -> str:
     """Return where formats end elsewhere, for the head of the page."""
     by_way: dict[str, list[str]] = {}
     for one in beyond_chance(found):
-        by_way.setdefault(one.way, []).append(f"{one.task} by {deviations(one)}")
+        by_way.setdefault(one.way, []).append(f"{one.task} {deviations(one)}")
     if not by_way:
         return "No difference from exact training could be told from chance." + other_side(found)
-    parts = [f"{WAYS[way].about} in {' and '.join(tasks)}" for way, tasks in by_way.items()]
+    parts = [f"{WAYS[way].about} in {', '.join(tasks)}" for way, tasks in by_way.items()]
     return (
-        f"Beyond chance, validation losses end higher (+) or lower (-) than with exact training for "
-        f"{'; '.join(parts)} of the seeds' standard deviation." + other_side(found)
+        f"Validation losses that differ from those of exact training by more than chance explains, in "
+        f"standard deviations of the seeds (+: higher): {'; '.join(parts)}." + other_side(found)
     )
 
 
@@ -160,7 +160,7 @@ def other_side(found: list[Comparison]) -> str:
         if ones and min(parts) > 0 and not all(one.contains_zero for one in ones):
             words.append(f" {WAYS[way].about} has the higher mean in all {len(ones)} tasks, by {min(parts):.2g} to ")
             words[-1] += f"{max(parts):.2g}."
-    return "".join(words) + " What is not named is not shown to be equal; its interval says what it may be."
+    return "".join(words) + " Other differences may be chance; their intervals say how large they may be."
 
 
 def of_int8(found: list[Comparison]) -> str:
