@@ -103,10 +103,9 @@ static PyObject *set_rounding_state(PyObject *module, PyObject *args)
 static PyObject *observe_regions(PyObject *module, PyObject *observer)
 {
     gck_state *state = gck_state_of(module);
-    PyObject *old = state->observer;
+    GCK_SCOPED PyObject *old = state->observer;
 
     state->observer = observer == Py_None ? NULL : Py_NewRef(observer);
-    Py_XDECREF(old);
     Py_RETURN_NONE;
 }
 
@@ -226,22 +225,20 @@ static PyMethodDef methods[] = {
 /* Raise ImportError with torch's version, or None where it has none, and what is missing. */
 static void raise_missing(const char *missing)
 {
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
+    GCK_SCOPED PyObject *torch = PyImport_ImportModule("torch");
+    GCK_SCOPED PyObject *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
 
     PyErr_Clear();
     PyErr_Format(PyExc_ImportError, "gradckpt: torch %S has no %s; run: pip install --upgrade 'torch>=2.11'",
                  version ? version : Py_None, missing);
-    Py_XDECREF(torch);
-    Py_XDECREF(version);
 }
 
 /* Load libtorch's symbols and register the operators.  0 or -1 with ImportError. */
 static int load_torch(void)
 {
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *file = torch ? PyObject_GetAttrString(torch, "__file__") : NULL;
-    PyObject *path = file != NULL && PyUnicode_Check(file) ? PyUnicode_EncodeFSDefault(file) : NULL;
+    GCK_SCOPED PyObject *torch = PyImport_ImportModule("torch");
+    GCK_SCOPED PyObject *file = torch ? PyObject_GetAttrString(torch, "__file__") : NULL;
+    GCK_SCOPED PyObject *path = file != NULL && PyUnicode_Check(file) ? PyUnicode_EncodeFSDefault(file) : NULL;
     char lib[4096] = "";
     const char *missing;
 
@@ -256,9 +253,6 @@ static int load_torch(void)
         char *slash = strrchr(lib, '/');
         strcpy(slash != NULL ? slash : lib, "/lib");
     }
-    Py_XDECREF(torch);
-    Py_XDECREF(file);
-    Py_XDECREF(path);
     if (PyErr_Occurred()) {
         return -1;
     }
@@ -269,9 +263,9 @@ static int load_torch(void)
     }
     missing = gck_ops_register();
     if (missing != NULL) {
-        PyErr_Format(PyExc_ImportError,
-                     "gradckpt: torch rejected %s; install a torch that gradckpt was tested with", missing);
-        return -1;
+        return gck_done(PyErr_Format(
+            PyExc_ImportError,
+            "gradckpt: torch rejected %s; install a torch that gradckpt was tested with", missing));
     }
     return 0;
 }
@@ -283,9 +277,9 @@ static int choose_isa(void)
     if (forced == NULL || forced[0] == '\0' || gck_isa_force(forced) == 0) {
         return 0;
     }
-    PyErr_Format(PyExc_ImportError, "gradckpt: GRADCKPT_ISA=%s is %s; use scalar, avx2 or avx512, or unset it", forced,
-                 gck_isa_supported(forced) < 0 ? "not known" : "not supported by this CPU");
-    return -1;
+    return gck_done(PyErr_Format(
+        PyExc_ImportError, "gradckpt: GRADCKPT_ISA=%s is %s; use scalar, avx2 or avx512, or unset it", forced,
+        gck_isa_supported(forced) < 0 ? "not known" : "not supported by this CPU"));
 }
 
 /* gradckpt.compat.checkpoint: a builtin of that name and module, for repr and pickle. */
@@ -294,13 +288,9 @@ static PyMethodDef compat_def = {"checkpoint", (PyCFunction)(void (*)(void))gck_
 
 static int add_compat(PyObject *module)
 {
-    PyObject *name = PyUnicode_FromString("gradckpt.compat");
-    PyObject *function = name != NULL ? PyCFunction_NewEx(&compat_def, module, name) : NULL;
-    const int status = function == NULL ? -1 : PyModule_AddObjectRef(module, "compat_checkpoint", function);
-
-    Py_XDECREF(name);
-    Py_XDECREF(function);
-    return status;
+    GCK_SCOPED PyObject *name = PyUnicode_FromString("gradckpt.compat");
+    GCK_SCOPED PyObject *function = name != NULL ? PyCFunction_NewEx(&compat_def, module, name) : NULL;
+    return function == NULL ? -1 : PyModule_AddObjectRef(module, "compat_checkpoint", function);
 }
 
 static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)

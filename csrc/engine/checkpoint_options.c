@@ -66,7 +66,8 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
     o->function = nargs > 0 ? args[0] : NULL;
     *kwargs = NULL;
     for (Py_ssize_t i = 0; status == 0 && i < nkw; i++) {
-        PyObject *name = Py_NewRef(PyTuple_GetItem(kwnames, i)), *value = args[nargs + i];
+        GCK_SCOPED PyObject *name = Py_NewRef(PyTuple_GetItem(kwnames, i));
+        PyObject *value = args[nargs + i];
         PyUnicode_InternInPlace(&name);
         PyObject **slot = option_slot(state, o, name);
         if (slot == &o->function && o->function != NULL) {
@@ -77,7 +78,6 @@ int gck_options_parse(gck_state *state, PyObject *const *args, Py_ssize_t nargs,
         } else if ((*kwargs == NULL && (*kwargs = PyDict_New()) == NULL) || PyDict_SetItem(*kwargs, name, value) < 0) {
             status = -1;
         }
-        Py_DECREF(name);
     }
     status = status < 0 ? -1 : read_buffers(state, o);
     if (status < 0) {
@@ -116,12 +116,11 @@ int gck_options_policy(const gck_options *o)
 int gck_options_determinism(const gck_state *state, PyObject *value, int exact, gck_check *check,
                             PyObject **metadata_fn)
 {
-    PyObject *read = value != NULL ? PyObject_CallFunction(state->py.call.determinism_check, "Oi", value, exact)
-                                   : Py_NewRef(Py_True);
+    GCK_SCOPED PyObject *read = value == NULL ? Py_NewRef(Py_True)
+                              : PyObject_CallFunction(state->py.call.determinism_check, "Oi", value, exact);
 
     *check = read == Py_None ? GCK_CHECK_NOTHING : read == Py_False ? GCK_CHECK_WARNS : GCK_CHECK_RAISES;
     *metadata_fn = read != NULL && PyCallable_Check(read) ? Py_NewRef(read) : NULL;
-    Py_XDECREF(read);
     return read == NULL ? -1 : 0;
 }
 
@@ -134,23 +133,23 @@ int gck_plan_is_lossy(const gck_plan *plan)
 
 static int parse_plan(gck_state *state, PyObject *compress, gck_plan *plan)
 {
-    PyObject *parsed = PyObject_CallFunction(state->py.call.parse_plan, "(O)", compress);   /* a tuple stays one */
+    GCK_SCOPED PyObject *parsed = PyObject_CallFunction(state->py.call.parse_plan, "(O)", compress);  /* one tuple */
     const char *codec = NULL;
     long long min_numel = 0;
     unsigned long long seed = 0;
-    int ok;
 
     *plan = (gck_plan){.codec = NULL};
-    ok = parsed != NULL && PyArg_ParseTuple(parsed, "zLppipK", &codec, &min_numel, &plan->fake_quantize,
-                                            &plan->floating, &plan->replay_discrete, &plan->stochastic, &seed);
-    if (ok && codec != NULL) {
+    if (parsed == NULL || !PyArg_ParseTuple(parsed, "zLppipK", &codec, &min_numel, &plan->fake_quantize,
+                                            &plan->floating, &plan->replay_discrete, &plan->stochastic, &seed)) {
+        return -1;
+    }
+    if (codec != NULL) {
         plan->min_numel = min_numel;
         plan->seed = seed;
         plan->codec = gck_codec_find(codec);
         plan->fake_quantize &= plan->codec->max_error > 0;  /* an exact codec restores what the forward has anyway */
     }
-    Py_XDECREF(parsed);
-    return ok ? 0 : -1;
+    return 0;
 }
 
 /* Names and CompressionConfigs are immutable, and the same few objects come again and again, so the
@@ -171,11 +170,10 @@ int gck_options_plan(gck_state *state, PyObject *compress, gck_plan *plan)
         return -1;
     }
     if (!PyMapping_Check(compress) || PyUnicode_Check(compress)) {
-        PyObject *oldest = state->plans[GCK_NPLANS - 1].key;
+        GCK_SCOPED PyObject *oldest = state->plans[GCK_NPLANS - 1].key;
         memmove(&state->plans[1], &state->plans[0], sizeof state->plans[0] * (GCK_NPLANS - 1));
         state->plans[0].key = Py_NewRef(compress);
         state->plans[0].plan = *plan;
-        Py_XDECREF(oldest);
     }
     return 0;
 }
@@ -197,15 +195,11 @@ int gck_options_place(gck_state *state, PyObject *offload, gck_plan *plan, PyObj
 
 int gck_options_kept(gck_state *state, PyObject *kept, gck_plan *plan)
 {
-    PyObject *compress = kept, *offload = NULL, *place = NULL;
-    int status;
+    PyObject *compress = kept, *offload = NULL;
+    GCK_SCOPED PyObject *place = NULL;           /* the tuple has it, too */
 
-    if (PyTuple_Check(kept) && !PyArg_ParseTuple(kept, "OO:kept", &compress, &offload)) {
-        return -1;
-    }
-    status = gck_options_plan(state, compress, plan) < 0 ? -1 : gck_options_place(state, offload, plan, &place);
-    Py_XDECREF(place);                           /* the tuple has it */
-    return status;
+    return (PyTuple_Check(kept) && !PyArg_ParseTuple(kept, "OO:kept", &compress, &offload))
+        || gck_options_plan(state, compress, plan) < 0 ? -1 : gck_options_place(state, offload, plan, &place);
 }
 
 gck_skip_reason gck_eligible(const gck_plan *plan, int requires_grad, int leaf, int parameter)

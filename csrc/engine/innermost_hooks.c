@@ -7,11 +7,10 @@
 /* 1 when torch's checkpoint has defined the hook; 0; -1. */
 static int is_of_torchs_checkpoint(const gck_py *py, PyObject *hook)
 {
-    PyObject *module = PyObject_GetAttr(hook, py->names.__module__);
+    GCK_SCOPED PyObject *module = PyObject_GetAttr(hook, py->names.__module__);
     const int theirs = module != NULL && PyUnicode_Check(module)
                     && PyUnicode_CompareWithASCIIString(module, "torch.utils.checkpoint") == 0;
 
-    Py_XDECREF(module);
     return module == NULL ? gck_clear_attribute_error() : theirs;
 }
 
@@ -39,37 +38,32 @@ PyObject *gck_innermost_hooks(const gck_state *state, gck_hooks_owner *owner, Py
 
 PyObject *gck_hooks_beneath(const gck_state *state, const PyObject *of, gck_hooks_owner *owner)
 {
-    PyObject *self, *top = gck_innermost_hooks(state, owner, &self), *disabled, *below = NULL;
+    PyObject *self;
+    GCK_SCOPED PyObject *top = gck_innermost_hooks(state, owner, &self), *disabled = NULL, *below = NULL;
     const int above = of != NULL ? self == of : *owner == GCK_HOOKS_REGION || *owner == GCK_HOOKS_TORCHS_REGION;
 
     if (top == NULL || !above) {
-        return top;
+        return gck_give(&top);
     }
-    disabled = PyObject_CallNoArgs(state->py.hooks_disabled);
-    if (disabled != NULL && disabled != Py_None) {   /* none could be pushed again, and none sees anything */
-        *owner = GCK_HOOKS_NONE;
-        below = Py_NewRef(Py_None);
-    } else if (disabled != NULL && gck_done(PyObject_CallFunctionObjArgs(state->py.pop_hooks, NULL)) == 0) {
-        below = gck_hooks_beneath(state, of, owner);
-        gck_error error = gck_error_take();
-        Py_XDECREF(PyObject_Call(state->py.push_hooks, top, NULL));
-        gck_error_keep(&error);
-        if (gck_error_return(&error) < 0) {
-            Py_CLEAR(below);
-        }
+    if ((disabled = PyObject_CallNoArgs(state->py.hooks_disabled)) != NULL && disabled != Py_None) {
+        *owner = GCK_HOOKS_NONE;                 /* none could be pushed again, and none sees anything */
+        return Py_NewRef(Py_None);
     }
-    Py_XDECREF(disabled);
-    Py_DECREF(top);
-    return below;
+    if (disabled == NULL || gck_done(PyObject_CallNoArgs(state->py.pop_hooks)) < 0) {
+        return NULL;
+    }
+    below = gck_hooks_beneath(state, of, owner);
+    gck_error error = gck_error_take();
+    Py_XDECREF(PyObject_Call(state->py.push_hooks, top, NULL));
+    return gck_error_return(&error) < 0 ? NULL : gck_give(&below);
 }
 
 /* 1 when torch's checkpoint, too, sees hooks here: not in a graph that is traced; 0; -1. */
 static int torch_sees_hooks(const gck_py *py)
 {
-    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_False, NULL);
+    GCK_SCOPED PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_False, NULL);
     const int traced = top == NULL ? -1 : top == Py_None ? 1 : gck_ask(py->is_tracing_checkpoint);
 
-    Py_XDECREF(top);
     return traced < 0 ? -1 : !traced;
 }
 
@@ -77,33 +71,30 @@ PyObject *gck_hooks_that_see(const gck_state *state, const PyObject *alone, int 
 {
     const gck_py *py = &state->py;
     gck_hooks_owner owner;
-    PyObject *self, *hooks, *top = shown != 0 ? gck_innermost_hooks(state, &owner, &self) : Py_NewRef(Py_None);
+    PyObject *self;
+    GCK_SCOPED PyObject *hooks = NULL, *top = shown != 0 ? gck_innermost_hooks(state, &owner, &self)
+                                                         : Py_NewRef(Py_None);
     int seen;
 
     if (top == NULL || top == Py_None) {
-        return top;
+        return gck_give(&top);
     }
     hooks = self != NULL && self == alone ? Py_NewRef(Py_None) : gck_hooks_beneath(state, NULL, &owner);
-    Py_DECREF(top);
     if (hooks == NULL || hooks == Py_None || ((seen = torch_sees_hooks(py)) > 0 && shown > 0)) {
-        return hooks;
+        return gck_give(&hooks);
     }
-    Py_DECREF(hooks);
-    if (seen > 0) {
-        seen = gck_done(PyObject_CallFunction(py->call.warn_torchs, "s", "hooks_bypassed"));
-    }
-    return seen < 0 ? NULL : Py_NewRef(Py_None);
+    return seen < 0 || (seen > 0 && gck_done(PyObject_CallFunction(py->call.warn_torchs, "s", "hooks_bypassed")) < 0)
+         ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *user_hooks(PyObject *hook, void *Py_UNUSED(unused))
 {
     const gck_state *state = PyType_GetModuleState(Py_TYPE(hook));
     gck_hooks_owner owner;
-    PyObject *self = NULL, *top = gck_innermost_hooks(state, &owner, &self);
-    const int here = self == hook;
+    PyObject *self = NULL;
+    GCK_SCOPED PyObject *top = gck_innermost_hooks(state, &owner, &self);
 
-    Py_XDECREF(top);
-    return top == NULL ? NULL : here ? gck_hooks_beneath(state, NULL, &owner) : Py_NewRef(Py_None);
+    return top == NULL ? NULL : self == hook ? gck_hooks_beneath(state, NULL, &owner) : Py_NewRef(Py_None);
 }
 
 static PyObject *is_internal(PyObject *Py_UNUSED(hook), void *Py_UNUSED(unused)) { return Py_NewRef(Py_True); }

@@ -6,12 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* View an array('q') or bytes, which may lie at any address; PyBuffer_Release() it.  0 or -1 with an
- * exception. */
-int gck_int64_table(PyObject *object, const char *name, Py_buffer *view);
-
-/* A copy of its rows (malloc), each of so many bytes, and *n, their number.  columns: what a row has, for the message.
- * NULL with an exception. */
+/* A copy of the rows (malloc), each of so many bytes, of an array('q') or bytes, which may lie at any address; and *n,
+ * their number.  columns: what a row has, for the message.  NULL with an exception. */
 void *gck_int64_rows(PyObject *object, const char *name, size_t row, const char *columns, int64_t *n);
 
 #endif

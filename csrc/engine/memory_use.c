@@ -30,7 +30,6 @@ PyObject *gck_memory_use_py(PyObject *Py_UNUSED(module), PyObject *object)
     if (status == GCK_E_MEMORY) {
         return PyErr_NoMemory();
     }
-    PyErr_SetString(PyExc_ValueError, "gradckpt: a change is out of range, or its name is used twice; pass (bytes, "
-                                      "name), 0 bytes to release");
-    return NULL;
+    return PyErr_Format(PyExc_ValueError, "gradckpt: a change is out of range, or its name is used twice; pass (bytes, "
+                                          "name), 0 bytes to release");
 }

@@ -1,6 +1,8 @@
 /* owned.c: visits and clears what objects own. */
 #include "engine/owned.h"
 
+#include "torch/calls.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -47,8 +49,7 @@ int gck_make_room(void *array, Py_ssize_t n, Py_ssize_t *room, size_t size)
     }
     memcpy(&items, array, sizeof items);
     if ((items = realloc(items, (size_t)more * size)) == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return gck_done(PyErr_NoMemory());
     }
     memcpy(array, &items, sizeof items);
     *room = more;

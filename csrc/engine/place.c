@@ -25,24 +25,24 @@ static int cannot_read(const gck_placed *placed, int64_t nbytes, const char *why
 {
     const gck_place_object *self = (gck_place_object *)placed->place;
 
-    PyErr_Format(PyExc_RuntimeError, "gradckpt: %lld bytes that were offloaded to %s cannot be read: %s; gradients of "
-                 "this step cannot be computed, so run it again", (long long)nbytes,
-                 self->directory != NULL ? "a disk" : "host memory", why);
-    return -1;
+    return gck_done(PyErr_Format(
+        PyExc_RuntimeError, "gradckpt: %lld bytes that were offloaded to %s cannot be read: %s; gradients of "
+        "this step cannot be computed, so run it again", (long long)nbytes,
+        self->directory != NULL ? "a disk" : "host memory", why));
 }
 
 /* Raise what keeps a store from being made; -1. */
 static int cannot_be_made(const char *directory, int status)
 {
     if (status == GCK_STORE_NO_MEMORY || status == ENOMEM || directory == NULL) {
-        PyErr_SetString(PyExc_MemoryError, "gradckpt: offload= finds no memory for its budget; lower host_budget");
-        return -1;
+        return gck_done(PyErr_Format(
+            PyExc_MemoryError, "gradckpt: offload= finds no memory for its budget; lower host_budget"));
     }
-    PyErr_Format(PyExc_ValueError, "gradckpt: offload='disk' cannot use the directory %s: %s; pass another one, as "
-                 "in gradckpt.Offload('disk', directory='/scratch')", directory,
-                 status == EINVAL || status == EOPNOTSUPP ? "its file system has no O_DIRECT"
-                                                           : gck_byte_store_text(status));
-    return -1;
+    return gck_done(PyErr_Format(
+        PyExc_ValueError, "gradckpt: offload='disk' cannot use the directory %s: %s; pass another one, as "
+        "in gradckpt.Offload('disk', directory='/scratch')", directory,
+        status == EINVAL || status == EOPNOTSUPP ? "its file system has no O_DIRECT"
+        : gck_byte_store_text(status)));
 }
 
 /* What went wrong with bytes of a device; borrowed. */
@@ -219,9 +219,9 @@ static int may_be_read(const gck_placed *placed, void *stream)
         ? gck_place_device_with((gck_place_object *)placed->place, offloader) : NULL;
 
     if (of != NULL && gck_offloader_graph(offloader) == 0 && gck_stream_is_captured(of->device, stream)) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: a captured backward cannot read what was offloaded before the "
-                                            "capture; capture the forward, too");
-        return -1;
+        return gck_done(PyErr_Format(
+            PyExc_RuntimeError, "gradckpt: a captured backward cannot read what was offloaded before the "
+            "capture; capture the forward, too"));
     }
     return 0;
 }
@@ -308,11 +308,9 @@ int gck_place_of(gck_state *state, PyObject *offload, PyObject **place)
     } else if ((*place = PyObject_CallFunction(state->py.call.place_of, "(O)", offload)) == NULL) {
         return -1;
     } else if (PyUnicode_Check(offload) || !PyMapping_Check(offload)) {      /* what cannot change */
-        PyObject *before[] = {state->latest_place.offload, state->latest_place.place};
+        GCK_SCOPED PyObject *old_offload = state->latest_place.offload, *old_place = state->latest_place.place;
         state->latest_place.offload = Py_NewRef(offload);
         state->latest_place.place = Py_NewRef(*place);
-        Py_XDECREF(before[0]);
-        Py_XDECREF(before[1]);
     }
     return 0;
 }
@@ -344,7 +342,7 @@ static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     static const char *const names[] = {"directory", "host_budget", "ring", "held", "prefetch", "min_bytes", "payloads",
                                         NULL};
     PyObject *path = NULL, *directory;
-    gck_place_object *self = (gck_place_object *)PyType_GenericAlloc(type, 0);
+    GCK_SCOPED gck_place_object *self = (gck_place_object *)PyType_GenericAlloc(type, 0);
 
     if (self == NULL) {
         return NULL;
@@ -352,17 +350,12 @@ static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "OLLLiLi:Place", (char **)names, &directory, &self->host_budget,
                                      &self->ring, &self->held, &self->prefetch, &self->min_bytes, &self->payloads)
         || (directory != Py_None && !PyUnicode_FSConverter(directory, &path))) {
-        Py_DECREF((PyObject *)self);
         return NULL;
     }
     self->directory = path;
-    if (self->host_budget < GCK_FILE_ALIGNMENT) {
-        PyErr_Format(PyExc_ValueError, "gradckpt: host_budget is %lld bytes; pass 4096 or more", self->host_budget);
-        Py_CLEAR(self);
-    } else if (have_store(self) < 0) {
-        Py_CLEAR(self);
-    }
-    return (PyObject *)self;
+    return self->host_budget < GCK_FILE_ALIGNMENT
+         ? PyErr_Format(PyExc_ValueError, "gradckpt: host_budget is %lld bytes; pass 4096 or more", self->host_budget)
+         : have_store(self) < 0 ? NULL : Py_NewRef((PyObject *)self);
 }
 
 static PyObject *place_reduce(PyObject *op, PyObject *Py_UNUSED(unused))

@@ -140,8 +140,7 @@ static int device_new(gck_place_object *place, int device, const gck_link *link,
 
     if (of == NULL || (of->memory = PyList_New(0)) == NULL) {
         PyMem_Free(of);
-        PyErr_NoMemory();
-        return -1;
+        return gck_done(PyErr_NoMemory());
     }
     of->device = device;
     status = gck_offloader_new(link, gck_device_index(device), place->store, &options, &of->offloader);
@@ -196,14 +195,13 @@ int gck_place_device_have_ring(gck_state *state, const gck_place_object *place, 
     const int64_t more = place->ring != GCK_PLACE_AUTO ? (PyList_Size(of->memory) == 0 ? place->ring : 0)
                                                        : gck_offloader_wants(of->offloader, nbytes, place->payloads);
     gck_dl_tensor dl;
-    PyObject *memory;
-    int status = -1, shown;
+    int status = -1;
 
     if (more == 0) {
         return 0;
     }
-    memory = gck_bytes_empty(&state->py, more, of->device);
-    shown = memory != NULL ? gck_read_dlpack(&state->py, memory, &dl) : -1;
+    GCK_SCOPED PyObject *memory = gck_bytes_empty(&state->py, more, of->device);
+    const int shown = memory != NULL ? gck_read_dlpack(&state->py, memory, &dl) : -1;
     if (shown == 0) {
         PyErr_SetString(PyExc_RuntimeError, "gradckpt: offload= begins under a mode that makes other tensors "
                                             "(FakeTensorMode); run a step outside of it first");
@@ -215,6 +213,5 @@ int gck_place_device_have_ring(gck_state *state, const gck_place_object *place, 
             status = -1;
         }
     }
-    Py_XDECREF(memory);
     return status;
 }

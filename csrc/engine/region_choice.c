@@ -35,14 +35,14 @@ static int parse(choice *c, PyObject *args, PyObject *keywords)
         return -1;
     }
     if (regions < 0 || regions > GCK_MAX_REGIONS || options < 1 || options > GCK_MAX_OPTIONS) {
-        PyErr_Format(PyExc_ValueError, "gradckpt: %lld regions with %lld options; pass 0 to %d regions, "
-                     "1 to %d options", regions, options, GCK_MAX_REGIONS, GCK_MAX_OPTIONS);
-        return -1;
+        return gck_done(PyErr_Format(
+            PyExc_ValueError, "gradckpt: %lld regions with %lld options; pass 0 to %d regions, "
+            "1 to %d options", regions, options, GCK_MAX_REGIONS, GCK_MAX_OPTIONS));
     }
     if (buckets < GCK_LEAST_BUCKETS || buckets > GCK_MOST_BUCKETS) {
-        PyErr_Format(PyExc_ValueError, "gradckpt: buckets=%lld; pass %d to %d", buckets, GCK_LEAST_BUCKETS,
-                     GCK_MOST_BUCKETS);
-        return -1;
+        return gck_done(PyErr_Format(
+            PyExc_ValueError, "gradckpt: buckets=%lld; pass %d to %d", buckets, GCK_LEAST_BUCKETS,
+            GCK_MOST_BUCKETS));
     }
     c->has_budget = budget != Py_None;
     if (c->has_budget) {
@@ -61,9 +61,9 @@ static int parse(choice *c, PyObject *args, PyObject *keywords)
             return -1;
         }
         if (n != count) {
-            PyErr_Format(PyExc_ValueError, "gradckpt: %s has %lld bytes; pass regions * options * 8 = %lld", name,
-                         (long long)n * 8, (long long)count * 8);
-            return -1;
+            return gck_done(PyErr_Format(
+                PyExc_ValueError, "gradckpt: %s has %lld bytes; pass regions * options * 8 = %lld", name,
+                (long long)n * 8, (long long)count * 8));
         }
     }
     c->error_budget = error_budget;
@@ -129,31 +129,27 @@ static PyObject *dict_of(const choice *c)
                          "smallest_budget", smallest, "front", front_of(c), "exact", exact ? Py_True : Py_False);
 }
 
+static void clear(choice *c)
+{
+    gck_front_free(c->front);
+    free(c->plan.choices);
+    for (int i = 0; i < TABLES; i++) {
+        free(c->tables[i]);
+    }
+}
+
 PyObject *gck_choose_options_py(PyObject *Py_UNUSED(module), PyObject *args, PyObject *keywords)
 {
-    choice c = {.front = NULL};
-    PyObject *result = NULL;
-    int status = GCK_OK;
+    GCK_CLEARED_BY(clear) choice c = {.front = NULL};
+    int status;
 
     if (parse(&c, args, keywords) < 0) {
-        goto exit;
+        return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
     status = solve(&c);
     Py_END_ALLOW_THREADS
-    if (status == GCK_E_MEMORY) {
-        PyErr_NoMemory();
-    } else if (status != GCK_OK) {
-        PyErr_SetString(PyExc_ValueError, "gradckpt: a time or an error is negative, or a sum reaches 2**60; pass "
+    return status == GCK_OK ? dict_of(&c) : status == GCK_E_MEMORY ? PyErr_NoMemory()
+         : PyErr_Format(PyExc_ValueError, "gradckpt: a time or an error is negative, or a sum reaches 2**60; pass "
                                           "smaller numbers");
-    } else {
-        result = dict_of(&c);
-    }
-exit:
-    gck_front_free(c.front);
-    free(c.plan.choices);
-    for (int i = 0; i < TABLES; i++) {
-        free(c.tables[i]);
-    }
-    return result;
 }

@@ -1,6 +1,7 @@
 /* state.c: what one import of gradckpt._C holds. */
 #include "engine/state.h"
 
+#include "torch/calls.h"
 #include "torch/ops.h"
 
 gck_state *gck_state_of(PyObject *module) { return PyModule_GetState(module); }
@@ -62,17 +63,16 @@ PyObject *gck_add_device(PyObject *module, PyObject *capsule)
 {
     gck_py *py = &gck_state_of(module)->py;
     const gck_device_kind *kind = PyCapsule_GetPointer(capsule, "gck_device_kind");
-    PyObject *type = kind != NULL ? PyUnicode_FromString(kind->name) : NULL, *before = py->accelerator;
+    GCK_SCOPED PyObject *type = kind != NULL ? PyUnicode_FromString(kind->name) : NULL;
 
     if (type == NULL) {
         return NULL;
     }
     if (gck_ops_add(kind) != 0) {
-        Py_DECREF(type);
         return PyErr_Format(PyExc_RuntimeError, "gradckpt: torch rejected the operators for %s; add one kind of device "
                             "only", kind->name);
     }
-    py->accelerator = type;
-    Py_DECREF(before);
+    GCK_SCOPED PyObject *before = py->accelerator;
+    py->accelerator = gck_give(&type);
     Py_RETURN_NONE;
 }

@@ -109,11 +109,6 @@ int gck_file_write(const gck_file *file, const void *from, int64_t nbytes, int64
     return is_aligned(from, nbytes, offset) ? transfer(file, (char *)from, nbytes, offset, 1) : GCK_FILE_MISALIGNED;
 }
 
-int gck_file_read(const gck_file *file, void *to, int64_t nbytes, int64_t offset)
-{
-    return is_aligned(to, nbytes, offset) ? transfer(file, to, nbytes, offset, 0) : GCK_FILE_MISALIGNED;
-}
-
 void gck_file_close(gck_file *file)
 {
     if (file->fd >= 0) {
@@ -149,6 +144,6 @@ uint64_t gck_file_digest(const void *bytes, int64_t nbytes)
 
 int gck_file_read_checked(const gck_file *file, void *to, int64_t nbytes, int64_t offset, uint64_t digest)
 {
-    const int status = gck_file_read(file, to, nbytes, offset);
+    const int status = is_aligned(to, nbytes, offset) ? transfer(file, to, nbytes, offset, 0) : GCK_FILE_MISALIGNED;
     return status == 0 && gck_file_digest(to, nbytes) != digest ? GCK_FILE_CHANGED : status;
 }

@@ -40,11 +40,10 @@ int gck_file_open(gck_file *file, const gck_file_calls *calls, const char *direc
 
 /* All of it.  0, or why not. */
 int gck_file_write(const gck_file *file, const void *from, int64_t nbytes, int64_t offset);
-int gck_file_read(const gck_file *file, void *to, int64_t nbytes, int64_t offset);
 
 void gck_file_close(gck_file *file);
 
-/* The same; GCK_FILE_CHANGED: that is not what had this digest. */
+/* The same of reading; GCK_FILE_CHANGED: that is not what had this digest. */
 int gck_file_read_checked(const gck_file *file, void *to, int64_t nbytes, int64_t offset, uint64_t digest);
 
 /* A digest that each changed bit changes.  nbytes: a multiple of 64. */

@@ -384,30 +384,24 @@ int gck_offloaded_copy(gck_offloaded *b, int64_t from, int64_t nbytes, void *to,
 
 int gck_offloaded_is_near(const gck_offloaded *b)
 {
-    gck_offloader *o = b->offloader;
+    GCK_LOCKED gck_byte_store *locked = gck_store_lock(b->offloader->store);
 
-    if (!gck_store_lock(o->store)) {
-        return 0;
-    }
-    const int near = b->ring >= 0 && !b->copied;
-    unlock(o, 0);
-    return near;
+    return locked != NULL && b->ring >= 0 && !b->copied;
 }
 
 /* ---- the end ---- */
 
 void gck_offloaded_drop(gck_offloaded *b)
 {
-    gck_offloader *o = b->offloader;
+    GCK_LOCKED gck_byte_store *locked = gck_store_lock(b->offloader->store);
 
-    if (!gck_store_lock(o->store)) {
+    if (locked == NULL) {
         return;
     }
     b->dropped = 1;
     if (b->readers == 0) {
         free_bytes(b);
     }
-    unlock(o, 0);
 }
 
 void gck_offloader_free(gck_offloader *o)
@@ -434,10 +428,9 @@ void gck_offloader_free(gck_offloader *o)
 
 int gck_offloader_is_over(gck_offloader *o)
 {
-    if (!gck_store_lock(o->store)) {
-        return 0;
-    }
-    return unlock(o, o->on.graph != 0 && o->alive == 0 && o->oldest == NULL);
+    GCK_LOCKED gck_byte_store *locked = gck_store_lock(o->store);
+
+    return locked != NULL && o->on.graph != 0 && o->alive == 0 && o->oldest == NULL;
 }
 
 uint64_t gck_offloader_graph(const gck_offloader *o) { return o->on.graph; }

@@ -171,15 +171,10 @@ int gck_store_reserve(gck_byte_store *store, int64_t nbytes, void *const *stream
 
 int gck_byte_store_reserve(gck_byte_store *store, int64_t nbytes, gck_byte_store_item **item)
 {
-    int status;
+    GCK_LOCKED gck_byte_store *locked = gck_store_lock(store);
 
     *item = NULL;
-    if (!gck_store_lock(store)) {
-        return GCK_STORE_FORKED;
-    }
-    status = gck_store_reserve(store, nbytes, NULL, 0, item);
-    pthread_mutex_unlock(&store->lock);
-    return status;
+    return locked != NULL ? gck_store_reserve(store, nbytes, NULL, 0, item) : GCK_STORE_FORKED;
 }
 
 void gck_byte_store_filled(gck_byte_store_item *item)
@@ -279,15 +274,9 @@ int gck_store_hold(gck_byte_store_item *item, int wait)
 
 int gck_byte_store_hold(gck_byte_store_item *item)
 {
-    gck_byte_store *store = item->store;
-    int status;
+    GCK_LOCKED gck_byte_store *locked = gck_store_lock(item->store);
 
-    if (!gck_store_lock(store)) {
-        return GCK_STORE_FORKED;
-    }
-    status = gck_store_hold(item, 1);
-    pthread_mutex_unlock(&store->lock);
-    return status;
+    return locked != NULL ? gck_store_hold(item, 1) : GCK_STORE_FORKED;
 }
 
 void gck_byte_store_release(gck_byte_store_item *item)
@@ -301,15 +290,9 @@ void gck_byte_store_release(gck_byte_store_item *item)
 
 int gck_byte_store_is_near(const gck_byte_store_item *item)
 {
-    gck_byte_store *store = item->store;
-    int near;
+    GCK_LOCKED gck_byte_store *locked = gck_store_lock(item->store);
 
-    if (!gck_store_lock(store)) {
-        return 0;
-    }
-    near = item->at == GCK_HERE || item->at == GCK_WRITING || item->at == GCK_COPIED;
-    pthread_mutex_unlock(&store->lock);
-    return near;
+    return locked != NULL && (item->at == GCK_HERE || item->at == GCK_WRITING || item->at == GCK_COPIED);
 }
 
 void *gck_byte_store_memory(const gck_byte_store_item *item)
@@ -327,13 +310,11 @@ void gck_store_drop(gck_byte_store_item *item)
 
 void gck_byte_store_drop(gck_byte_store_item *item)
 {
-    gck_byte_store *store = item->store;
+    GCK_LOCKED gck_byte_store *locked = gck_store_lock(item->store);
 
-    if (!gck_store_lock(store)) {
-        return;
+    if (locked != NULL) {
+        gck_store_drop(item);
     }
-    gck_store_drop(item);
-    pthread_mutex_unlock(&store->lock);
 }
 
 int64_t gck_byte_store_nbytes(const gck_byte_store_item *item) { return item->nbytes; }
@@ -349,7 +330,9 @@ int gck_byte_store_was_refused_pins(gck_byte_store *store)
 
 void gck_byte_store_read_figures(gck_byte_store *store, int restart, gck_byte_store_figures *figures)
 {
-    if (!gck_store_lock(store)) {
+    GCK_LOCKED gck_byte_store *locked = gck_store_lock(store);
+
+    if (locked == NULL) {
         *figures = (gck_byte_store_figures){.memory = store->figures.memory};
         return;
     }
@@ -365,5 +348,4 @@ void gck_byte_store_read_figures(gck_byte_store *store, int restart, gck_byte_st
             .write_error = figures->write_error,
         };
     }
-    pthread_mutex_unlock(&store->lock);
 }

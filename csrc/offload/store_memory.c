@@ -179,7 +179,8 @@ static void free_item(gck_byte_store_item *item)
     pthread_cond_broadcast(&store->done);
 }
 
-void gck_store_free_past(gck_byte_store_item *item)
+/* Free its bytes past the store's memory if no caller and no device has them. */
+static void free_past(gck_byte_store_item *item)
 {
     if (item->holds == 0 && !item->in_flight && !is_lost(item)) {
         free(item->past);
@@ -199,7 +200,7 @@ void gck_store_release(gck_byte_store_item *item)
     gck_byte_store *store = item->store;
 
     if (--item->holds == 0) {
-        gck_store_free_past(item);
+        free_past(item);
         pthread_cond_broadcast(&store->done);
     }
     gck_store_free_if_dropped(item);
@@ -236,7 +237,7 @@ static void land(gck_byte_store *store)
         item->at = GCK_HERE;
         store->dirty += item->padded;
     }
-    gck_store_free_past(item);
+    free_past(item);
     pthread_cond_broadcast(&store->done);
     gck_store_free_if_dropped(item);
 }

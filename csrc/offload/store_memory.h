@@ -18,9 +18,6 @@ void gck_store_give(gck_byte_store_item *item);
 /* Have the oldest written that are in memory alone, until so many bytes may stay so. */
 void gck_store_write_down_to(gck_byte_store *store, int64_t most);
 
-/* Free its bytes past the store's memory if no caller and no device has them. */
-void gck_store_free_past(gck_byte_store_item *item);
-
 /* Free it if it was dropped and no thread and no device has it. */
 void gck_store_free_if_dropped(gck_byte_store_item *item);
 

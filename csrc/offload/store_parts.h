@@ -82,10 +82,20 @@ struct gck_byte_store {
     gck_byte_store_figures figures;
 };
 
-/* Take the lock.  1, or 0 in a child of the process that made it, where it may be held for ever. */
-static inline int gck_store_lock(gck_byte_store *store)
+/* A local store, or NULL, whose lock is held until its block ends, by whatever way. */
+#define GCK_LOCKED __attribute__((cleanup(gck_store_unlock)))
+
+static inline void gck_store_unlock(gck_byte_store *const *locked)
 {
-    return store->process == getpid() && pthread_mutex_lock(&store->lock) == 0;
+    if (*locked != NULL) {
+        pthread_mutex_unlock(&(*locked)->lock);
+    }
+}
+
+/* The store, locked; NULL in a child of the process that made it, where the lock may be held for ever. */
+static inline gck_byte_store *gck_store_lock(gck_byte_store *store)
+{
+    return store->process == getpid() && pthread_mutex_lock(&store->lock) == 0 ? store : NULL;
 }
 
 static inline int gck_store_has_file(const gck_byte_store *store) { return store->file.fd >= 0; }

@@ -91,34 +91,28 @@ static int enter_fx(const gck_py *py, const gck_ambient *a, gck_surroundings *s)
 static int enter_device(const gck_py *py, const gck_ambient *a, int with_device, PyObject *enter, PyObject *leave,
                         gck_surroundings *s)
 {
-    PyObject *plan = PyObject_CallFunction(py->call.device_plan, "OiOO", a->device, with_device, enter, leave);
+    GCK_SCOPED PyObject *plan = PyObject_CallFunction(py->call.device_plan, "OiOO", a->device, with_device, enter,
+                                                      leave);
     PyObject *inside, *around;
-    int status = -1;
 
-    if (plan != NULL && PyArg_ParseTuple(plan, "OO", &inside, &around)) {
-        s->modes = Py_NewRef(around);
-        status = inside != Py_None ? set_modes(py, inside) : 0;
+    if (plan == NULL || !PyArg_ParseTuple(plan, "OO", &inside, &around)) {
+        return -1;
     }
-    Py_XDECREF(plan);
-    return status;
+    s->modes = Py_NewRef(around);
+    return inside != Py_None ? set_modes(py, inside) : 0;
 }
 
 /* Set autocast and default device as in the forward. */
 static int enter_contexts(const gck_py *py, const gck_ambient *a, int autocast, int with_device, gck_surroundings *s)
 {
-    PyObject *enter = PyList_New(0), *leave = enter != NULL ? PyList_New(0) : NULL;
-    int status = leave == NULL || (autocast && gck_autocast_plan(py, &a->autocast, enter, leave) < 0) ? -1 : 0;
+    GCK_SCOPED PyObject *enter = PyList_New(0), *leave = enter != NULL ? PyList_New(0) : NULL;
 
-    if (status == 0 && a->device != NULL) {
-        status = enter_device(py, a, with_device, enter, leave, s);
+    if (leave == NULL || (autocast && gck_autocast_plan(py, &a->autocast, enter, leave) < 0)
+        || (a->device != NULL && enter_device(py, a, with_device, enter, leave, s) < 0)) {
+        return -1;
     }
-    if (status == 0) {                           /* nothing was entered before */
-        s->leave = Py_NewRef(leave);
-        status = run_calls(enter);
-    }
-    Py_XDECREF(enter);
-    Py_XDECREF(leave);
-    return status;
+    s->leave = Py_NewRef(leave);                 /* nothing was entered before */
+    return run_calls(enter);
 }
 
 int gck_ambient_enter(gck_py *py, const gck_ambient *a, int with_device, gck_surroundings *s)
@@ -152,9 +146,8 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s)
         gck_error_keep(&error);
     }
     if (s->device_rng != NULL) {
-        PyObject *inside = NULL;
+        GCK_SCOPED PyObject *inside = NULL;
         gck_device_rng_swap(py, s->device_rng, &inside);
-        Py_XDECREF(inside);
         gck_error_keep(&error);
     }
     if (s->cpu_rng != NULL) {
@@ -171,31 +164,24 @@ int gck_ambient_leave(gck_py *py, gck_surroundings *s)
 
 int gck_dynamo_off(const gck_py *py, PyObject **before)
 {
-    PyObject *callback = PyObject_CallNoArgs(py->frame_callback);
+    GCK_SCOPED PyObject *callback = PyObject_CallNoArgs(py->frame_callback);
 
     *before = NULL;
-    if (callback == NULL) {
-        return -1;
+    if (callback == NULL || callback == Py_None) {
+        return callback == NULL ? -1 : 0;
     }
-    if (callback != Py_None) {
-        *before = PyObject_CallFunctionObjArgs(py->set_frame_callback, Py_None, NULL);
-    }
-    const int status = callback != Py_None && *before == NULL ? -1 : 0;
-    Py_DECREF(callback);
-    return status;
+    *before = PyObject_CallFunctionObjArgs(py->set_frame_callback, Py_None, NULL);
+    return *before == NULL ? -1 : 0;
 }
 
 void gck_dynamo_restore(const gck_py *py, PyObject *before)
 {
-    gck_error error;
-
     if (before == NULL) {
         return;
     }
-    error = gck_error_take();
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
     if (gck_done(PyObject_CallFunctionObjArgs(py->set_frame_callback, before, NULL)) < 0) {
         PyErr_WriteUnraisable(before);
     }
-    gck_error_return(&error);
     Py_DECREF(before);
 }

@@ -42,19 +42,18 @@ static int is_one_of(PyObject *x, PyObject *first, PyObject *second)
 /* New reference: [(type, enabled, dtype), ...] of all types, or of those where it is on and of the CPU. */
 static PyObject *look_at_all(const gck_py *py, int all)
 {
-    PyObject *types = PyObject_CallNoArgs(py->autocast_types);
+    GCK_SCOPED PyObject *types = PyObject_CallNoArgs(py->autocast_types);
     PyObject *found = types != NULL ? PyList_New(0) : NULL;
     int enabled;
 
     for (Py_ssize_t i = 0; found != NULL && i < gck_items(types); i++) {
-        PyObject *type = gck_item(types, i), *one = look(py, type, &enabled);
+        PyObject *type = gck_item(types, i);
+        GCK_SCOPED PyObject *one = look(py, type, &enabled);
         const int wanted = one == NULL ? -1 : all || enabled ? 1 : is_one_of(type, py->names.cpu, py->accelerator);
         if (wanted < 0 || (wanted && PyList_Append(found, one) < 0)) {
             Py_CLEAR(found);
         }
-        Py_XDECREF(one);
     }
-    Py_XDECREF(types);
     return found;
 }
 
@@ -75,21 +74,13 @@ int gck_autocast_differs(const gck_py *py, const gck_autocast *a)
 {
     const int enabled = a->types != NULL ? 1 : gck_ask(py->any_autocast);
     const int cache = enabled ? enabled : gck_ask(py->cache_enabled);
-    PyObject *dtype;
-    int differs;
+    GCK_SCOPED PyObject *own = NULL, *devices = NULL;
 
     if (enabled != 0 || cache < 0) {
         return enabled != 0 ? enabled : -1;
     }
-    if ((dtype = cpu_dtype(py)) == NULL) {
-        return -1;
-    }
-    differs = cache != a->cache || dtype != a->cpu_dtype;
-    Py_DECREF(dtype);
-    dtype = device_dtype(py);
-    differs = dtype == NULL && PyErr_Occurred() ? -1 : differs || dtype != a->device_dtype;
-    Py_XDECREF(dtype);
-    return differs;
+    return (own = cpu_dtype(py)) == NULL || ((devices = device_dtype(py)) == NULL && PyErr_Occurred())
+         ? -1 : cache != a->cache || own != a->cpu_dtype || devices != a->device_dtype;
 }
 
 /* Append the call; args is taken over, NULL: making it raised.  0 or -1. */
@@ -127,11 +118,11 @@ static int plan_type(const gck_py *py, PyObject *was, PyObject *now, PyObject *e
 
 int gck_autocast_plan(const gck_py *py, const gck_autocast *a, PyObject *enter, PyObject *leave)
 {
-    PyObject *off = a->types != NULL ? NULL
-                  : a->device_dtype == NULL ? Py_BuildValue("[(OOO)]", py->names.cpu, Py_False, a->cpu_dtype)
-                  : Py_BuildValue("[(OOO)(OOO)]", py->names.cpu, Py_False, a->cpu_dtype, py->accelerator, Py_False,
-                                  a->device_dtype);
-    PyObject *then = a->types != NULL ? a->types : off, *now = then != NULL ? look_at_all(py, 1) : NULL;
+    GCK_SCOPED PyObject *then = a->types != NULL ? Py_NewRef(a->types)
+        : a->device_dtype == NULL ? Py_BuildValue("[(OOO)]", py->names.cpu, Py_False, a->cpu_dtype)
+        : Py_BuildValue("[(OOO)(OOO)]", py->names.cpu, Py_False, a->cpu_dtype, py->accelerator, Py_False,
+                        a->device_dtype);
+    GCK_SCOPED PyObject *now = then != NULL ? look_at_all(py, 1) : NULL;
     const int cache = now != NULL ? gck_ask(py->cache_enabled) : -1;
     int around = 0;
     int status = cache < 0 || plan(enter, py->autocast_increment, PyTuple_New(0)) < 0
@@ -145,13 +136,9 @@ int gck_autocast_plan(const gck_py *py, const gck_autocast *a, PyObject *enter, 
         status = of_type(then, PyTuple_GetItem(one, 0), &was) < 0 ? -1
                : was != NULL || enabled ? plan_type(py, was, one, enter, leave) : 0;
     }
-    if (status == 0) {
-        status = plan(leave, py->set_autocast_cache, PyTuple_Pack(1, cache ? Py_True : Py_False));
+    if (status < 0 || plan(leave, py->set_autocast_cache, PyTuple_Pack(1, cache ? Py_True : Py_False)) < 0) {
+        return -1;
     }
-    if (status == 0 && !around) {                /* the outermost autocast does the same when it ends */
-        status = plan(leave, py->clear_autocast_cache, PyTuple_New(0));
-    }
-    Py_XDECREF(off);
-    Py_XDECREF(now);
-    return status;
+    /* the outermost autocast does the same when it ends */
+    return around ? 0 : plan(leave, py->clear_autocast_cache, PyTuple_New(0));
 }

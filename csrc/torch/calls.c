@@ -36,9 +36,8 @@ int gck_each_item(PyObject *x, int (*visit)(void *with, PyObject *item), void *w
         return visit(with, x);
     }
     for (Py_ssize_t i = 0; result == 0 && i < gck_items(x); i++) {
-        PyObject *item = Py_NewRef(gck_item(x, i));
+        GCK_SCOPED PyObject *item = Py_NewRef(gck_item(x, i));
         result = gck_each_item(item, visit, with);
-        Py_DECREF(item);
     }
     return result;
 }
@@ -92,10 +91,9 @@ PyObject *gck_invoke(PyObject *function, PyObject *args)
 
 PyObject *gck_method(PyObject *of, const char *name, PyObject *args)
 {
-    PyObject *method = args != NULL ? PyObject_GetAttrString(of, name) : NULL;
+    GCK_SCOPED PyObject *method = args != NULL ? PyObject_GetAttrString(of, name) : NULL;
     PyObject *result = method != NULL ? PyObject_CallObject(method, args) : NULL;
 
-    Py_XDECREF(method);
     Py_XDECREF(args);
     return result;
 }
@@ -112,9 +110,8 @@ PyObject *gck_optional_attribute(PyObject *x, PyObject *name)
 
 int gck_has_attribute(PyObject *x, const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(x, name);
+    GCK_SCOPED PyObject *value = PyObject_GetAttrString(x, name);
 
-    Py_XDECREF(value);
     return value == NULL ? gck_clear_attribute_error() : 1;
 }
 

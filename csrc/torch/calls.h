@@ -6,6 +6,29 @@
 #include <Python.h>
 
 #include <stdint.h>
+#include <string.h>
+
+/* A local that this function clears, by its address, where its block ends, by whatever way. */
+#define GCK_CLEARED_BY(function) __attribute__((cleanup(function)))
+
+/* The same of a pointer to an object, or NULL, that owns its reference.  gck_give() takes it out of one. */
+#define GCK_SCOPED GCK_CLEARED_BY(gck_release)
+
+static inline void gck_release(void *local)
+{
+    PyObject *x;
+
+    memcpy(&x, local, sizeof x);                 /* it may point to one of the engine's own types */
+    Py_XDECREF(x);
+}
+
+static inline PyObject *gck_give(PyObject **local)
+{
+    PyObject *x = *local;
+
+    *local = NULL;
+    return x;
+}
 
 /* Consume a call's result; NULL: it raised.  0, or -1 with the exception. */
 int gck_done(PyObject *result);

@@ -18,6 +18,13 @@ void gck_error_keep(gck_error *e)
     }
 }
 
+void gck_error_drop(gck_error *e)
+{
+    Py_CLEAR(e->type);
+    Py_CLEAR(e->value);
+    Py_CLEAR(e->traceback);
+}
+
 int gck_error_return(gck_error *e)
 {
     gck_error_keep(e);

@@ -16,6 +16,9 @@ gck_error gck_error_take(void);
 /* An exception that came since is set aside when none was before, else reported. */
 void gck_error_keep(gck_error *error);
 
+/* Let go of the exception that was set aside: another one tells it all. */
+void gck_error_drop(gck_error *error);
+
 /* Restore the exception.  0, or -1: an exception is pending, this one or one that came since. */
 int gck_error_return(gck_error *error);
 

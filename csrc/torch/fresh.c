@@ -61,10 +61,9 @@ int gck_fresh_tensor(const gck_py *py, int ndim, const int64_t *sizes, const int
 /* New reference: the tensor of a handle, which is taken over. */
 static PyObject *adopt(const gck_py *py, AtenTensorHandle handle)
 {
-    PyObject *capsule = PyCapsule_New(handle, NULL, NULL);
+    GCK_SCOPED PyObject *capsule = PyCapsule_New(handle, NULL, NULL);
     PyObject *x = capsule != NULL ? PyObject_CallFunctionObjArgs(py->adopt_tensor, capsule, NULL) : NULL;
 
-    Py_XDECREF(capsule);
     if (capsule == NULL || py->adopt_copies) {
         gck_torch.aoti_torch_delete_tensor_object(handle);
     }

@@ -95,11 +95,8 @@ static int look(gck_py *py, PyObject *x, int depth, found *f)
 /* Of torch's device types: new reference to the module of one, e.g. torch.cuda; NULL without an exception: none. */
 static PyObject *module_of(const gck_py *py, PyObject *type)
 {
-    PyObject *torch = PyImport_GetModule(py->names.torch);
-    PyObject *module = torch != NULL ? gck_optional_attribute(torch, type) : NULL;
-
-    Py_XDECREF(torch);
-    return module;
+    GCK_SCOPED PyObject *torch = PyImport_GetModule(py->names.torch);
+    return torch != NULL ? gck_optional_attribute(torch, type) : NULL;
 }
 
 static int is_initialized(const gck_py *py, PyObject *module)
@@ -111,22 +108,16 @@ static int is_initialized(const gck_py *py, PyObject *module)
 
 int gck_accelerator_initialized(const gck_py *py)
 {
-    PyObject *module = py->accelerator != Py_None ? module_of(py, py->accelerator) : NULL;
-    const int initialized = module != NULL ? is_initialized(py, module) : PyErr_Occurred() ? -1 : 0;
-
-    Py_XDECREF(module);
-    return initialized;
+    GCK_SCOPED PyObject *module = py->accelerator != Py_None ? module_of(py, py->accelerator) : NULL;
+    return module != NULL ? is_initialized(py, module) : PyErr_Occurred() ? -1 : 0;
 }
 
 /* New reference: the default generator of a device; NULL without an exception: only Python reaches it. */
 static PyObject *generator_of(const gck_py *py, PyObject *module, int device)
 {
-    PyObject *all = gck_optional_attribute(module, py->names.default_generators);
+    GCK_SCOPED PyObject *all = gck_optional_attribute(module, py->names.default_generators);
     const int index = gck_device_index(device);
-    PyObject *one = all != NULL && index < gck_items(all) ? Py_NewRef(gck_item(all, index)) : NULL;
-
-    Py_XDECREF(all);
-    return one;
+    return all != NULL && index < gck_items(all) ? Py_NewRef(gck_item(all, index)) : NULL;
 }
 
 /* Append (generator, its state, device).  0 or -1. */
@@ -144,16 +135,14 @@ static int capture(const gck_py *py, const found *f, PyObject **states)
 
     *states = PyList_New(0);
     for (int i = 0; *states != NULL && status > 0 && i < f->n; i++) {
-        PyObject *type = PyUnicode_InternFromString(gck_device_kind_at(gck_device_kind_of(f->devices[i]))->name);
-        PyObject *module = type != NULL ? module_of(py, type) : NULL;
+        const gck_device_kind *kind = gck_device_kind_at(gck_device_kind_of(f->devices[i]));
+        GCK_SCOPED PyObject *type = PyUnicode_InternFromString(kind->name);
+        GCK_SCOPED PyObject *module = type != NULL ? module_of(py, type) : NULL;
         const int initialized = module != NULL ? is_initialized(py, module) : 0;
-        PyObject *generator = initialized > 0 ? generator_of(py, module, f->devices[i]) : NULL;
+        GCK_SCOPED PyObject *generator = initialized > 0 ? generator_of(py, module, f->devices[i]) : NULL;
 
         status = PyErr_Occurred() ? -1 : module != NULL && !initialized ? 1
                : generator == NULL ? 0 : append_state(py, *states, generator, f->devices[i]) < 0 ? -1 : 1;
-        Py_XDECREF(type);
-        Py_XDECREF(module);
-        Py_XDECREF(generator);
     }
     if (status <= 0 || *states == NULL || PyList_Size(*states) == 0) {
         Py_CLEAR(*states);
@@ -248,10 +237,10 @@ int gck_device_rng_refuse_captured(const gck_py *py, PyObject *states)
             return -1;
         }
         if (captured) {
-            PyErr_SetString(PyExc_RuntimeError,
-                            "gradckpt: a region in a captured graph cannot draw the forward's random numbers again; "
-                            "pass preserve_rng_state=False and draw none inside");
-            return -1;
+            return gck_done(PyErr_Format(
+                PyExc_RuntimeError,
+                "gradckpt: a region in a captured graph cannot draw the forward's random numbers again; "
+                "pass preserve_rng_state=False and draw none inside"));
         }
     }
     return 0;
@@ -286,22 +275,18 @@ int gck_device_rng_swap(const gck_py *py, PyObject *states, PyObject **previous)
 /* 1 when the operator is one of torch's own; 0, also for a higher order operator; -1. */
 static int is_of_torch(PyObject *op)
 {
-    PyObject *space = PyObject_GetAttrString(op, "namespace");
+    GCK_SCOPED PyObject *space = PyObject_GetAttrString(op, "namespace");
     const int of_torch = space != NULL && PyUnicode_Check(space)
                       && PyUnicode_CompareWithASCIIString(space, "aten") == 0;
 
-    Py_XDECREF(space);
     return space == NULL ? gck_clear_attribute_error() : of_torch;
 }
 
 int gck_op_draws(const gck_py *py, PyObject *op)
 {
     const int of_torch = is_of_torch(op);
-    PyObject *tags = of_torch > 0 ? PyObject_GetAttrString(op, "tags") : NULL;
-    const int draws = of_torch == 0 ? 1 : tags != NULL ? PySequence_Contains(tags, py->draws) : -1;
-
-    Py_XDECREF(tags);
-    return draws;
+    GCK_SCOPED PyObject *tags = of_torch > 0 ? PyObject_GetAttrString(op, "tags") : NULL;
+    return of_torch == 0 ? 1 : tags != NULL ? PySequence_Contains(tags, py->draws) : -1;
 }
 
 /* *generator: new reference; NULL: the CPU's default one; None: nothing is drawn.  0 or -1. */
@@ -350,21 +335,17 @@ void gck_draw_clear(gck_draw *draw)
 
 PyObject *gck_draw_end(gck_py *py, gck_draw *draw)
 {
-    PyObject *after = draw->before != NULL ? state_of(py, draw->generator) : Py_NewRef(Py_None), *drawn = NULL;
+    GCK_CLEARED_BY(gck_draw_clear) gck_draw own = *draw;
+    GCK_SCOPED PyObject *after = own.before != NULL ? state_of(py, own.generator) : Py_NewRef(Py_None);
 
-    if (after == draw->before || after == Py_None) {       /* the CPU's: nothing was drawn */
-        drawn = Py_NewRef(Py_None);
-    } else if (after != NULL) {
-        drawn = PyTuple_Pack(2, draw->before, after);
-    }
-    Py_XDECREF(after);
-    gck_draw_clear(draw);
-    return drawn;
+    *draw = (gck_draw){NULL, NULL};
+    return after == own.before || after == Py_None ? Py_NewRef(Py_None)      /* the CPU's: nothing was drawn */
+         : after != NULL ? PyTuple_Pack(2, own.before, after) : NULL;
 }
 
 int gck_draw_repeat(gck_py *py, PyObject *args, PyObject *kwargs, PyObject *drawn)
 {
-    gck_draw now;
+    GCK_CLEARED_BY(gck_draw_clear) gck_draw now = {NULL, NULL};
     PyObject *before = PyTuple_GetItem(drawn, 0), *after = PyTuple_GetItem(drawn, 1);
     int status = gck_draw_begin(py, args, kwargs, &now);
 
@@ -375,6 +356,5 @@ int gck_draw_repeat(gck_py *py, PyObject *args, PyObject *kwargs, PyObject *draw
                 : gck_done(PyObject_CallMethodObjArgs(now.generator, py->names.set_state, after, NULL));
         }
     }
-    gck_draw_clear(&now);
     return status < 0 ? -1 : 0;
 }

@@ -18,12 +18,10 @@ int gck_version_of(const gck_py *py, PyObject *x, int64_t *version)
 
 int gck_storage_of(const gck_py *py, PyObject *x, const void **address)
 {
-    PyObject *storage = PyObject_CallMethodObjArgs(x, py->names.untyped_storage, NULL);
-    PyObject *value = storage != NULL ? PyObject_CallMethodObjArgs(storage, py->names.data_ptr, NULL) : NULL;
+    GCK_SCOPED PyObject *storage = PyObject_CallMethodObjArgs(x, py->names.untyped_storage, NULL);
+    GCK_SCOPED PyObject *value = storage != NULL ? PyObject_CallMethodObjArgs(storage, py->names.data_ptr, NULL) : NULL;
 
     *address = value != NULL ? PyLong_AsVoidPtr(value) : NULL;
-    Py_XDECREF(storage);
-    Py_XDECREF(value);
     return PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
@@ -104,19 +102,18 @@ int gck_view_again(gck_py *py, PyObject *x, const gck_tensor *was, gck_tensor *v
 
 int gck_view_changed(void)
 {
-    PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor was resized or moved while gradckpt read it; do not "
-                                        "change tensors in torch-function modes or other threads");
-    return -1;
+    return gck_done(PyErr_Format(
+        PyExc_RuntimeError, "gradckpt: a tensor was resized or moved while gradckpt read it; do not "
+        "change tensors in torch-function modes or other threads"));
 }
 
 /* 1 when the layout is strided and no lazy negation is pending; 0 or -1. */
 static int is_plain(const gck_py *py, PyObject *x)
 {
-    PyObject *layout = PyObject_GetAttr(x, py->names.layout);
+    GCK_SCOPED PyObject *layout = PyObject_GetAttr(x, py->names.layout);
     const int strided = layout == NULL ? -1 : layout == py->strided;
     const int neg = strided > 0 ? gck_is_true(PyObject_CallMethodObjArgs(x, py->names.is_neg, NULL)) : 1;
 
-    Py_XDECREF(layout);
     return strided < 0 || neg < 0 ? -1 : !neg;
 }
 

@@ -5,22 +5,16 @@
 
 static PyObject *import_attribute(const char *module, const char *attribute)
 {
-    PyObject *from = PyImport_ImportModule(module);
-    PyObject *value = from != NULL ? PyObject_GetAttrString(from, attribute) : NULL;
-
-    Py_XDECREF(from);
-    return value;
+    GCK_SCOPED PyObject *from = PyImport_ImportModule(module);
+    return from != NULL ? PyObject_GetAttrString(from, attribute) : NULL;
 }
 
 /* 0 or -1. */
 static int load_dlpack(gck_py *py)
 {
-    PyObject *table = import_attribute("gradckpt._engine.torch_objects", "dlpack");
+    GCK_SCOPED PyObject *table = import_attribute("gradckpt._engine.torch_objects", "dlpack");
 
-    if (table != NULL) {
-        py->dlpack = PyCapsule_GetPointer(table, "dlpack_exchange_api");
-        Py_DECREF(table);
-    }
+    py->dlpack = table != NULL ? PyCapsule_GetPointer(table, "dlpack_exchange_api") : NULL;
     if (py->dlpack != NULL
         && (py->dlpack->version.major != 1 || py->dlpack->dltensor_from_py_object_no_sync == NULL)) {
         PyErr_SetString(PyExc_ImportError, "gradckpt: this torch has a DLPack exchange table of an unknown version; "
@@ -32,8 +26,6 @@ static int load_dlpack(gck_py *py)
 /* On failure the caller clears what was loaded. */
 int gck_py_load(gck_py *py)
 {
-    PyObject *adopt_copies;
-
 #define CALLBACK(name) py->call.name = Py_NewRef(Py_None);   /* until bind() */
     GCK_PY_CALLBACKS(CALLBACK)
 #undef CALLBACK
@@ -49,20 +41,19 @@ int gck_py_load(gck_py *py)
     }
     GCK_PY_NAMES(NAME)
 #undef NAME
-    adopt_copies = import_attribute("gradckpt._engine.torch_objects", "adopt_copies");
-    py->adopt_copies = gck_is_true(adopt_copies);
+    py->adopt_copies = gck_is_true(import_attribute("gradckpt._engine.torch_objects", "adopt_copies"));
     return py->adopt_copies < 0 || load_dlpack(py) < 0 ? -1 : gck_rng_load(&py->rng);
 }
 
 static int bind_one(PyObject **callback, PyObject *table, const char *name)
 {
-    PyObject *before = *callback, *found = PyMapping_GetItemString(table, name);
+    PyObject *found = PyMapping_GetItemString(table, name);
 
     if (found == NULL) {
         return -1;
     }
+    GCK_SCOPED PyObject *before = *callback;
     *callback = found;
-    Py_XDECREF(before);
     return 0;
 }
 
@@ -121,9 +112,8 @@ int64_t gck_last_node_number(const gck_py *py)
 
 int64_t gck_node_number(const gck_py *py, PyObject *node)
 {
-    PyObject *value = PyObject_CallMethodObjArgs(node, py->names._sequence_nr, NULL);
+    GCK_SCOPED PyObject *value = PyObject_CallMethodObjArgs(node, py->names._sequence_nr, NULL);
     const uint64_t number = value != NULL ? PyLong_AsUnsignedLongLong(value) : 0;
 
-    Py_XDECREF(value);
     return PyErr_Occurred() ? -1 : number > INT64_MAX ? INT64_MAX : (int64_t)number;
 }

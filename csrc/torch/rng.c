@@ -9,6 +9,7 @@
  * every state goes through torch again. */
 #include "torch/rng.h"
 
+#include "torch/calls.h"
 #include "torch/simulated.h"
 
 #include <string.h>
@@ -18,14 +19,13 @@
  * `before` was copied from it: another thread may draw at any time. */
 static void remember(gck_rng *rng, PyObject *state, const unsigned char *before)
 {
-    PyObject *old = rng->latest;
+    GCK_SCOPED PyObject *old = rng->latest;
 
     rng->latest = NULL;
     if (rng->window != NULL && memcmp(before, rng->window, GCK_RNG_WINDOW) == 0) {
         memcpy(rng->seen, before, GCK_RNG_WINDOW);
         rng->latest = Py_NewRef(state);
     }
-    Py_XDECREF(old);
 }
 
 static int is_latest(const gck_rng *rng)
@@ -46,9 +46,8 @@ PyObject *gck_rng_stash(gck_rng *rng)
     }
     state = PyObject_CallMethod(rng->generator, "get_state", NULL);
     if (state != NULL && gck_is_simulated()) {         /* of torch's two allocations, its mode sees this one */
-        PyObject *own = state;
+        GCK_SCOPED PyObject *own = state;
         state = PyObject_CallMethod(own, "clone", NULL);
-        Py_DECREF(own);
     }
     if (state != NULL) {
         remember(rng, state, before);
@@ -59,14 +58,11 @@ PyObject *gck_rng_stash(gck_rng *rng)
 int gck_rng_set(gck_rng *rng, PyObject *state)
 {
     unsigned char after[GCK_RNG_WINDOW];
-    PyObject *result;
 
     if (state == rng->latest && is_latest(rng)) {  /* faster */
         return 0;
     }
-    result = PyObject_CallMethod(rng->generator, "set_state", "O", state);
-    Py_XDECREF(result);
-    if (result == NULL) {
+    if (gck_done(PyObject_CallMethod(rng->generator, "set_state", "O", state)) < 0) {
         return -1;
     }
     if (rng->window != NULL) {
@@ -142,14 +138,12 @@ int gck_rng_swap_back(gck_rng *rng, PyObject **around)
 
 int gck_rng_load(gck_rng *rng)
 {
-    PyObject *objects = PyImport_ImportModule("gradckpt._engine.torch_objects");
-    PyObject *address = objects == NULL ? NULL
-        : PyObject_CallMethod(objects, "generator_window", "ii", GCK_RNG_BEFORE, GCK_RNG_WINDOW);
+    GCK_SCOPED PyObject *objects = PyImport_ImportModule("gradckpt._engine.torch_objects");
+    GCK_SCOPED PyObject *address = objects == NULL ? NULL
+                   : PyObject_CallMethod(objects, "generator_window", "ii", GCK_RNG_BEFORE, GCK_RNG_WINDOW);
 
     rng->window = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
     rng->generator = address != NULL && !PyErr_Occurred() ? PyObject_GetAttrString(objects, "default_generator") : NULL;
-    Py_XDECREF(objects);
-    Py_XDECREF(address);
     return rng->generator == NULL ? -1 : 0;
 }
 

@@ -53,11 +53,9 @@ void gck_stream_leave(gck_stream_guard *guard)
 
 static int record(const gck_py *py, PyObject *x, int device)
 {
-    PyObject *stream = PyObject_CallFunction(py->accelerator_stream, "i", gck_device_index(device));
-    const int status = stream == NULL ? -1 : gck_done(PyObject_CallMethodObjArgs(x, py->names.record_stream, stream,
-                                                                                NULL));
-    Py_XDECREF(stream);
-    return status;
+    GCK_SCOPED PyObject *stream = PyObject_CallFunction(py->accelerator_stream, "i", gck_device_index(device));
+    return stream == NULL ? -1 : gck_done(PyObject_CallMethodObjArgs(x, py->names.record_stream, stream,
+                                                                    NULL));
 }
 
 static int exclude(const gck_py *py, PyObject *key, int on)

@@ -23,32 +23,24 @@ int gck_is_tensor(const gck_py *py, PyObject *x)
 
 int gck_hooks_push(const gck_py *py, PyObject *pack, PyMethodDef *unpack_def, PyObject *self)
 {
-    PyObject *unpack = pack != NULL ? PyCFunction_New(unpack_def, self) : NULL;
-    const int status = unpack == NULL
-        ? -1 : gck_done(PyObject_CallFunctionObjArgs(py->push_hooks, pack, unpack, NULL));
+    GCK_SCOPED PyObject *own = pack, *unpack = own != NULL ? PyCFunction_New(unpack_def, self) : NULL;
 
-    Py_XDECREF(pack);
-    Py_XDECREF(unpack);
-    return status;
+    return unpack == NULL ? -1 : gck_done(PyObject_CallFunctionObjArgs(py->push_hooks, own, unpack, NULL));
 }
 
 void gck_hooks_pop(const gck_py *py)
 {
-    gck_error error = gck_error_take();
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
 
     if (gck_done(PyObject_CallNoArgs(py->pop_hooks)) < 0) {
         PyErr_WriteUnraisable(py->pop_hooks);    /* other code popped our hooks: nothing is left to undo */
     }
-    gck_error_return(&error);
 }
 
 int gck_functorch_active(const gck_py *py)
 {
-    PyObject *level = PyObject_CallNoArgs(py->peek_functorch);
-    const int truth = level == NULL ? -1 : level != Py_None;
-
-    Py_XDECREF(level);
-    return truth;
+    GCK_SCOPED PyObject *level = PyObject_CallNoArgs(py->peek_functorch);
+    return level == NULL ? -1 : level != Py_None;
 }
 
 int gck_modes_that_watch(const gck_py *py) { return gck_is_simulated() ? 0 : gck_ask(py->dispatch_stack_len); }
@@ -84,13 +76,12 @@ PyObject *gck_device_object(const gck_py *py, int device)
 /* New reference: torch.empty(*args) of this dtype there.  Takes over args, which may be NULL. */
 static PyObject *empty(const gck_py *py, PyObject *function, PyObject *args, PyObject *dtype, int device)
 {
-    PyObject *kwargs = args == NULL ? NULL : Py_BuildValue("{OOON}", py->names.dtype, dtype, py->names.device,
-                                                           gck_device_object(py, device));
-    PyObject *out = kwargs != NULL ? PyObject_Call(function, args, kwargs) : NULL;
+    GCK_SCOPED PyObject *own = args;
+    GCK_SCOPED PyObject *kwargs = own == NULL ? NULL
+                                : Py_BuildValue("{OOON}", py->names.dtype, dtype, py->names.device,
+                                                gck_device_object(py, device));
 
-    Py_XDECREF(kwargs);
-    Py_XDECREF(args);
-    return out;
+    return kwargs != NULL ? PyObject_Call(function, own, kwargs) : NULL;
 }
 
 PyObject *gck_bytes_empty(const gck_py *py, int64_t nbytes, int device)
@@ -127,15 +118,13 @@ PyObject *gck_empty(const gck_py *py, int ndim, const int64_t *sizes, const int6
 /* Raise what a codec returned; -1. */
 static int raise_of(const gck_codec *codec, int decode, int device, int status)
 {
-    PyObject *torch = status == GCK_CUDA_OUT_OF_MEMORY ? PyImport_ImportModule("torch") : NULL;
-    PyObject *class = torch != NULL ? PyObject_GetAttrString(torch, "OutOfMemoryError") : NULL;
+    GCK_SCOPED PyObject *torch = status == GCK_CUDA_OUT_OF_MEMORY ? PyImport_ImportModule("torch") : NULL;
+    GCK_SCOPED PyObject *class = torch != NULL ? PyObject_GetAttrString(torch, "OutOfMemoryError") : NULL;
 
     PyErr_Clear();
-    PyErr_Format(class != NULL ? class : PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s", codec->name,
-                 decode ? "decode" : "encode", gck_device_error(device, status));
-    Py_XDECREF(class);
-    Py_XDECREF(torch);
-    return -1;
+    return gck_done(PyErr_Format(
+        class != NULL ? class : PyExc_RuntimeError, "gradckpt: codec '%s' could not %s: %s", codec->name,
+        decode ? "decode" : "encode", gck_device_error(device, status)));
 }
 
 /* Check once, at the first tensor of a kind of device, that its driver supports the runtime we were built with. */

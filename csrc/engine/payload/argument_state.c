@@ -8,7 +8,7 @@ enum { DEEP = 100 };
 
 int gck_attributes_read(const gck_py *py, PyObject *x, PyObject **found)
 {
-    PyObject *attributes = PyObject_GenericGetDict(x, NULL);
+    GCK_SCOPED PyObject *attributes = PyObject_GenericGetDict(x, NULL);
     int status = attributes != NULL ? 0 : -1;
 
     *found = NULL;
@@ -19,31 +19,22 @@ int gck_attributes_read(const gck_py *py, PyObject *x, PyObject **found)
             Py_CLEAR(*found);
         }
     }
-    Py_XDECREF(attributes);
     return status;
 }
 
 int gck_attributes_give(PyObject *x, PyObject *given)
 {
-    PyObject *attributes = given != NULL ? PyObject_GenericGetDict(x, NULL) : NULL;
-    const int status = given == NULL ? 0 : attributes == NULL ? -1 : PyDict_Update(attributes, given);
-
-    Py_XDECREF(attributes);
-    return status;
+    GCK_SCOPED PyObject *attributes = given != NULL ? PyObject_GenericGetDict(x, NULL) : NULL;
+    return given == NULL ? 0 : attributes == NULL ? -1 : PyDict_Update(attributes, given);
 }
 
 int gck_attributes_carry(const gck_py *py, PyObject *from, PyObject *to)
 {
-    PyObject *attributes;
-    int status = 0;
-
-    if (gck_is_plain_tensor(py, from) && gck_is_plain_tensor(py, to)) {
-        attributes = PyObject_GenericGetDict(from, NULL);
-        status = attributes == NULL ? -1
-               : PyDict_Size(attributes) > 0 ? gck_attributes_give(to, attributes) : 0;
-        Py_XDECREF(attributes);
+    if (!gck_is_plain_tensor(py, from) || !gck_is_plain_tensor(py, to)) {
+        return 0;
     }
-    return status;
+    GCK_SCOPED PyObject *attributes = PyObject_GenericGetDict(from, NULL);
+    return attributes == NULL ? -1 : PyDict_Size(attributes) > 0 ? gck_attributes_give(to, attributes) : 0;
 }
 
 /* No Python runs, so borrowed references stay valid. */

@@ -1,6 +1,7 @@
 /* batch.c: codec work that waits to be done together. */
 #include "engine/payload/batch.h"
 
+#include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/simulated.h"
@@ -14,7 +15,6 @@ static int let_place_go(gck_payload *payload, gck_arrays arrays, void *stream)
 
     if (arrays.near != NULL) {
         gck_placed_let_go(&payload->placed, stream);
-        gck_error_keep(&error);
     }
     return gck_error_return(&error);
 }
@@ -82,12 +82,9 @@ static void let_go(gck_batch *b, int status)
 /* The same, with an exception pending where status < 0. */
 static int tell(gck_batch *b, int status)
 {
-    gck_error error = gck_error_take();
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
 
-    status = tell_places(b, status);
-    gck_error_keep(&error);
-    gck_error_return(&error);
-    return status;
+    return tell_places(b, status);
 }
 
 int gck_batch_flush(gck_batch *b)
@@ -114,10 +111,9 @@ int gck_batch_flush(gck_batch *b)
 
 void gck_batch_drop(gck_batch *b)
 {
-    gck_error error = gck_error_take();
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
 
     tell_places(b, -1);
     gck_error_keep(&error);
     let_go(b, -1);
-    gck_error_return(&error);
 }

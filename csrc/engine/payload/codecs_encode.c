@@ -2,6 +2,7 @@
 #include "engine/payload/codecs_encode.h"
 
 #include "gradckpt.h"
+#include "torch/calls.h"
 #include "torch/input.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
@@ -45,31 +46,27 @@ PyObject *gck_encode_py(PyObject *module, PyObject *args)
         return is_tensor < 0 ? NULL
              : PyErr_Format(PyExc_TypeError, "gradckpt: encode() takes a tensor, not %R", Py_TYPE(x));
     }
-    gck_input in = gck_input_of(x);
+    GCK_CLEARED_BY(gck_input_clear) gck_input in = gck_input_of(x);
     const int reason = why_not_encoded(&state->py, &in, codec);
     const gck_dither dither = {seed, step, tensor};
-    PyObject *payload = NULL, *dtype;
     gck_skip_reason skip;
 
-    if (reason == GCK_COMPRESS) {
-        payload = gck_payload_new(state, codec, &in, NULL, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL,
-                                  NULL, &skip);
-        if (payload == NULL && skip == GCK_SKIP_FLAG) {
-            PyErr_Format(PyExc_RuntimeError,
-                         "gradckpt: codec '%s' has no flag left in which a device reports overflow; encode outside of "
-                         "captures, or choose 'int8'", codec->name);
-        } else if (payload == NULL && skip != GCK_COMPRESS) {
-            PyErr_Format(PyExc_ValueError, "gradckpt: codec '%s' cannot hold these values; choose another, as 'int8'",
-                         codec->name);
-        }
-    } else if (reason > 0 && (dtype = PyObject_GetAttr(x, state->py.names.dtype)) != NULL) {
-        PyErr_Format(PyExc_TypeError,
-                     "gradckpt: encode() cannot take this %s of dtype %S with codec '%s' (%s); it takes "
-                     "plain strided %s tensors on CPU and CUDA",
-                     (PyObject *)Py_TYPE(x) == state->py.Tensor ? "tensor" : "tensor subclass", dtype, codec->name,
-                     gck_reason_text[reason], accepted_dtypes(codec->dtypes));
-        Py_DECREF(dtype);
+    if (reason != GCK_COMPRESS) {
+        GCK_SCOPED PyObject *dtype = reason > 0 ? PyObject_GetAttr(x, state->py.names.dtype) : NULL;
+        return dtype == NULL ? NULL
+             : PyErr_Format(PyExc_TypeError,
+                            "gradckpt: encode() cannot take this %s of dtype %S with codec '%s' (%s); it takes "
+                            "plain strided %s tensors on CPU and CUDA",
+                            (PyObject *)Py_TYPE(x) == state->py.Tensor ? "tensor" : "tensor subclass", dtype,
+                            codec->name, gck_reason_text[reason], accepted_dtypes(codec->dtypes));
     }
-    gck_input_clear(&in);
-    return payload;
+    PyObject *payload = gck_payload_new(state, codec, &in, NULL, key != Py_None ? &dither : NULL, GCK_FOR_USER, NULL,
+                                        NULL, &skip);
+    return payload != NULL || skip == GCK_COMPRESS ? payload
+         : skip == GCK_SKIP_FLAG
+         ? PyErr_Format(PyExc_RuntimeError,
+                        "gradckpt: codec '%s' has no flag left in which a device reports overflow; encode outside of "
+                        "captures, or choose 'int8'", codec->name)
+         : PyErr_Format(PyExc_ValueError, "gradckpt: codec '%s' cannot hold these values; choose another, as 'int8'",
+                        codec->name);
 }

@@ -36,16 +36,13 @@ PyObject *gck_input_aliasing_find(PyObject *rows, const gck_input *in, PyObject 
 /* Row i: 1 when it was written to since; 0; -1. */
 static int is_changed(const gck_py *py, PyObject *rows, Py_ssize_t i)
 {
-    PyObject *row = PySequence_GetItem(rows, i), *x, *fed, *payload;
-    int status = -1;
+    GCK_SCOPED PyObject *row = PySequence_GetItem(rows, i);
+    PyObject *x, *fed, *payload;
     long long version;
     int64_t now;
 
-    if (row != NULL && PyArg_ParseTuple(row, "OOOL", &x, &fed, &payload, &version)) {
-        status = gck_version_of(py, fed, &now) < 0 ? -1 : now != version;
-    }
-    Py_XDECREF(row);
-    return status;
+    return row == NULL || !PyArg_ParseTuple(row, "OOOL", &x, &fed, &payload, &version)
+        || gck_version_of(py, fed, &now) < 0 ? -1 : now != version;
 }
 
 int gck_input_aliasing_check(PyObject *rows, const gck_py *py)

@@ -75,8 +75,9 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
     gck_batch *batch = p->outer || p->plan.fake_quantize ? NULL : p->batch;
     const gck_payload_use use = !p->outer ? GCK_FOR_REGION
                               : p->plan.fake_quantize ? GCK_FOR_REGION_READ : GCK_FOR_REGION_SAVED;
-    gck_payload *first = p->outer ? NULL : gck_sharing_find(state, p->plan.codec, in, p->plan.stochastic, 1, batch);
-    PyObject *payload = NULL;
+    GCK_SCOPED gck_payload *first = p->outer ? NULL
+                                  : gck_sharing_find(state, p->plan.codec, in, p->plan.stochastic, 1, batch);
+    GCK_SCOPED PyObject *payload = NULL;
     gck_dither dither;
 
     *skip = GCK_COMPRESS;
@@ -84,18 +85,16 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
         payload = gck_payload_new(state, p->plan.codec, in, first, gck_next_dither(state, &p->plan, 0, &dither), use,
                                   p->plan.place, batch, skip);
     }
-    Py_XDECREF((PyObject *)first);
-    if (payload != NULL) {
-        *forward = p->plan.fake_quantize ? PyObject_CallFunction(state->py.call.straight_through, "OO", in->x, payload)
-                                         : Py_NewRef(in->x);
+    if (payload == NULL) {
+        return NULL;
     }
-    if (payload != NULL
-        && (*forward == NULL
-            || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0))) {
+    *forward = p->plan.fake_quantize ? PyObject_CallFunction(state->py.call.straight_through, "OO", in->x, payload)
+                                     : Py_NewRef(in->x);
+    if (*forward == NULL || (use == GCK_FOR_REGION_READ && gck_payload_hand_over((gck_payload *)payload) < 0)) {
         Py_CLEAR(*forward);
-        Py_CLEAR(payload);
+        return NULL;
     }
-    return payload;
+    return gck_give(&payload);
 }
 
 /* 1: in->x becomes a payload; 2: it is one already; 0: it must not be one; -1.
@@ -105,7 +104,7 @@ static PyObject *make_payload(gck_packing *p, gck_input *in, PyObject **forward,
  * a recompute in which the two are different objects has to save as many tensors. */
 static int encode(gck_packing *p, gck_input *in, gck_packed *entry, PyObject **forward)
 {
-    PyObject *again, *payload = NULL, *fed = NULL, *attributes = NULL;
+    GCK_SCOPED PyObject *again = NULL, *payload = NULL, *fed = NULL, *attributes = NULL;
     int reason = skip_reason(p, in);
     gck_skip_reason skip;
 
@@ -119,20 +118,16 @@ static int encode(gck_packing *p, gck_input *in, gck_packed *entry, PyObject **f
     again = p->inputs == NULL ? gck_input_aliasing_find(p->aliases, in, forward) : NULL;
     if (again == NULL || p->outer) {
         payload = make_payload(p, in, again == NULL ? forward : &fed, &skip);
-        Py_XDECREF(fed);
         if (payload == NULL || (again == NULL && *forward != in->x && gck_attributes_give(*forward, attributes) < 0)) {
-            Py_XDECREF(payload);
-            Py_XDECREF(again);
-            Py_XDECREF(attributes);
             Py_CLEAR(*forward);
             return PyErr_Occurred() ? -1 : gck_count_uncompressed(p->state, in->x, skip);
         }
     }
     if (again != NULL) {
-        Py_XDECREF(payload);
         gck_payload_again((gck_payload *)again);
     }
-    *entry = (gck_packed){.kind = GCK_PACKED_PAYLOAD, .value = again != NULL ? again : payload, .state = attributes};
+    *entry = (gck_packed){.kind = GCK_PACKED_PAYLOAD, .value = Py_NewRef(again != NULL ? again : payload),
+                          .state = gck_give(&attributes)};
     p->state->stats.eligible++;
     p->state->stats.compressed++;
     p->payloads++;
@@ -244,7 +239,7 @@ static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_pac
 {
     const Py_ssize_t n = PyList_Size(leaves);
     gck_packed tree = {GCK_PACKED_TREE, NULL, 0, 0, calloc((size_t)n + 1, sizeof(gck_packed)), n};
-    PyObject *fed = PyList_New(0);
+    GCK_SCOPED PyObject *fed = PyList_New(0);
     int result = 0;
 
     if (tree.leaves == NULL || fed == NULL) {
@@ -252,19 +247,17 @@ static int pack_leaves(gck_packing *p, PyObject *leaves, PyObject *spec, gck_pac
         result = -1;
     }
     for (Py_ssize_t i = 0; result >= 0 && i < n; i++) {
-        PyObject *leaf = PySequence_GetItem(leaves, i), *value = NULL;
-        gck_input in = {.x = leaf};
+        PyObject *leaf = PySequence_GetItem(leaves, i);
+        GCK_SCOPED PyObject *value = NULL;
+        GCK_CLEARED_BY(gck_input_clear) gck_input in = {.x = leaf};
         const int tensor = leaf != NULL ? gck_is_tensor(&p->state->py, leaf) : -1;
         const int packed = tensor < 0 ? -1 : pack_leaf(p, &in, tensor, 0, &tree.leaves[i], &value);
         result = packed < 0 || PyList_Append(fed, value != NULL ? value : leaf) < 0 ? -1 : result | packed;
-        Py_XDECREF(value);
-        gck_input_clear(&in);
     }
     if (result == 1 && p->plan.fake_quantize) {
         *forward = PyObject_CallFunctionObjArgs(p->state->py.tree_unflatten, fed, spec, NULL);
         result = *forward == NULL ? -1 : 1;
     }
-    Py_XDECREF(fed);
     if (result == 1) {
         tree.value = Py_NewRef(spec);
         *entry = tree;
@@ -280,11 +273,10 @@ static int is_made_again(gck_packing *p, PyObject *leaves)
     int made = 0;
 
     for (Py_ssize_t i = 0; made == 0 && i < PyList_Size(leaves); i++) {
-        gck_input in = gck_input_of(PyList_GetItem(leaves, i));
+        GCK_CLEARED_BY(gck_input_clear) gck_input in = gck_input_of(PyList_GetItem(leaves, i));
         const int tensor = gck_is_tensor(&p->state->py, in.x);
         const int reason = tensor <= 0 ? tensor : p->inputs != NULL || p->plan.codec == NULL ? 0 : skip_reason(p, &in);
         made = tensor < 0 || reason < 0 ? -1 : tensor && reason == GCK_COMPRESS;
-        gck_input_clear(&in);
     }
     return made;
 }
@@ -307,9 +299,9 @@ static int read_state(gck_packing *p, PyObject *x, PyObject *leaves, gck_packed 
 
 static int pack_container(gck_packing *p, PyObject *x, gck_packed *entry, PyObject **forward)
 {
-    PyObject *flat = PyObject_CallFunctionObjArgs(p->state->py.tree_flatten, x, NULL);
+    GCK_SCOPED PyObject *flat = PyObject_CallFunctionObjArgs(p->state->py.tree_flatten, x, NULL);
     PyObject *leaves, *spec;
-    gck_packed state = {.value = NULL};
+    GCK_CLEARED_BY(gck_packed_clear) gck_packed state = {.value = NULL};
     int packed = -1, bound;
 
     if (flat != NULL && PyArg_ParseTuple(flat, "O!O", &PyList_Type, &leaves, &spec)
@@ -326,15 +318,13 @@ static int pack_container(gck_packing *p, PyObject *x, gck_packed *entry, PyObje
             packed = -1;
         }
     }
-    gck_packed_clear(&state);
-    Py_XDECREF(flat);
     return packed;
 }
 
 int gck_pack(gck_packing *p, PyObject *x, int positional, gck_packed *entry, PyObject **forward)
 {
     gck_py *py = &p->state->py;
-    gck_input in = gck_input_of(x);
+    GCK_CLEARED_BY(gck_input_clear) gck_input in = gck_input_of(x);
     const int tensor = gck_is_tensor(py, x);
     int packed = tensor < 0 ? -1 : 0;
 
@@ -351,7 +341,6 @@ int gck_pack(gck_packing *p, PyObject *x, int positional, gck_packed *entry, PyO
     } else if (*forward == NULL) {
         *forward = Py_NewRef(x);
     }
-    gck_input_clear(&in);
     return packed < 0 ? -1 : 0;
 }
 
@@ -378,8 +367,7 @@ int gck_pack_slices(gck_packing *p, gck_packed *entries, Py_ssize_t n)
     }
     of = malloc(sizeof *of * (size_t)p->payloads);
     if (of == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return gck_done(PyErr_NoMemory());
     }
     for (Py_ssize_t i = 0; i < n; i++) {
         found = collect(&entries[i], of, found);
@@ -396,10 +384,9 @@ int gck_packed_touch(gck_state *state, gck_packed *entry)
     int status = 0;
 
     if (entry->kind == GCK_PACKED_TENSOR) {
-        gck_input in = gck_input_of(entry->value);
+        GCK_CLEARED_BY(gck_input_clear) gck_input in = gck_input_of(entry->value);
         status = gck_input_read(&state->py, &in, GCK_FACT_VERSION);
         entry->version = in.version;
-        gck_input_clear(&in);
     }
     for (Py_ssize_t i = 0; status == 0 && i < entry->nleaves; i++) {
         status = gck_packed_touch(state, &entry->leaves[i]);

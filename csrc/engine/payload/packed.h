@@ -38,13 +38,16 @@ typedef struct {
     int        outer;            /* outer saved-tensor hooks are active, and payloads go through them */
     int        payloads;         /* out: the number of entries that became payloads               */
     gck_batch *batch;            /* where encoding may be deferred                                */
-    PyObject  *aliases;          /* out, with a codec: the rows of input_aliasing.h; the caller's */
+    PyObject  *aliases;          /* out, with a codec: the rows of input_aliasing.h; see gck_packing_end() */
     PyObject  *inputs;           /* list, out: tensors, which become inputs of a node and are checked
                                     against their versions; NULL: the region is no node           */
     int        nested;           /* the same for tensors in containers                            */
     int        of_node;          /* the node that is being made keeps all tensors                 */
     int        exactly;          /* in a container of which no copy can be made                   */
 } gck_packing;
+
+/* The call is over: its rows go. */
+static inline void gck_packing_end(gck_packing *packing) { Py_CLEAR(packing->aliases); }
 
 /* Keep x in *entry.  positional: torch checks the versions of such tensors.  *forward takes a new
  * reference to what the forward call gets: x itself, or with fake_quantize what a payload restores.

@@ -154,31 +154,28 @@ static gck_payload *accept(gck_payload *self, gck_payload *first)
 
 int gck_payload_hand_over(gck_payload *self)
 {
-    gck_arrays arrays = gck_arrays_again(self->arrays), saved = {.codes = NULL};    /* the hooks run Python */
+    /* the hooks run Python */
+    GCK_CLEARED_BY(gck_arrays_clear) gck_arrays arrays = gck_arrays_again(self->arrays), saved = {.codes = NULL};
     PyObject *make = self->state->py.make_saved_tensor;
-    int status = -1;
 
     saved.codes = PyObject_CallFunctionObjArgs(make, arrays.codes, Py_False, NULL);
     if (saved.codes != NULL && arrays.scales != NULL) {
         saved.scales = PyObject_CallFunctionObjArgs(make, arrays.scales, Py_False, NULL);
     }
-    if (saved.codes != NULL && (arrays.scales == NULL || saved.scales != NULL)) {
-        self->saved = saved;
-        gck_arrays_clear(&self->arrays);
-        gck_payload_uncount(self);               /* the outer hooks took the bytes */
-        status = 0;
-    } else {
-        gck_arrays_clear(&saved);
+    if (saved.codes == NULL || (arrays.scales != NULL && saved.scales == NULL)) {
+        return -1;
     }
-    gck_arrays_clear(&arrays);
-    return status;
+    self->saved = gck_arrays_again(saved);
+    gck_arrays_clear(&self->arrays);
+    gck_payload_uncount(self);                   /* the outer hooks took the bytes */
+    return 0;
 }
 
 PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *in, gck_payload *first,
                           const gck_dither *dither, int use, PyObject *place, gck_batch *batch, gck_skip_reason *skip)
 {
     const int exact = use != GCK_FOR_USER && (!(use & GCK_WITHOUT_HOLES) || codec->max_error == 0);
-    gck_payload *self = NULL, *result = NULL;
+    GCK_SCOPED gck_payload *self = NULL, *result = NULL;
     int status, dense = 0;
 
     use &= ~GCK_WITHOUT_HOLES;
@@ -206,60 +203,54 @@ PyObject *gck_payload_new(gck_state *state, const gck_codec *codec, gck_input *i
     dense = status == 0 && !gck_payload_room(self, &in->view, use == GCK_FOR_USER);
     if (status != 0 || dense) {
         *skip = status > 0 ? GCK_SKIP_LAYOUT : dense ? GCK_SKIP_DENSE : GCK_COMPRESS;
-        goto exit;
+        return NULL;
     }
     status = place != NULL && batch != NULL && batch->n >= gck_place_most_unwritten(place) ? gck_batch_flush(batch) : 0;
     status = status < 0 ? -1 : make_bytes(self, use, place);
     if (status != 0) {
         *skip = status > 0 ? GCK_SKIP_PLACE : GCK_COMPRESS;
-        goto exit;
+        return NULL;
     }
     if (gck_payload_overflow_begin(self) < 0) {
         *skip = GCK_SKIP_FLAG;                   /* the overflow would not be reported: keep the original */
-        goto exit;
+        return NULL;
     }
     status = encode_values(self, in, first == NULL ? batch : NULL);
     if (status != 0) {
         *skip = status > 0 ? GCK_SKIP_OVERFLOW : GCK_COMPRESS;
-        goto exit;
+        return NULL;
     }
     if (use == GCK_FOR_USER) {
-        result = (gck_payload *)Py_NewRef((PyObject *)self);
-        goto exit;
+        return Py_NewRef((PyObject *)self);
     }
     if (!gck_is_placed(&self->placed)) {
         count_live(self);
     }
     if ((result = accept(self, first)) != self) {
-        goto exit;
+        return Py_XNewRef((PyObject *)result);
     }
-    if (use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0) {
-        Py_CLEAR(result);
-    } else if (use == GCK_FOR_REGION && first != NULL && gck_counts_as_device(self->device)
-               && gck_payload_overflow_ask(self, first) < 0) {
-        Py_CLEAR(result);
-    } else if (use == GCK_FOR_REGION && self->version >= 0 && self->twin == NULL
-               && !gck_stream_is_captured(self->device, self->stream)) {    /* else each replay changes its bytes */
+    if ((use == GCK_FOR_REGION_SAVED && gck_payload_hand_over(self) < 0)
+        || (use == GCK_FOR_REGION && first != NULL && gck_counts_as_device(self->device)
+            && gck_payload_overflow_ask(self, first) < 0)) {
+        return NULL;
+    }
+    if (use == GCK_FOR_REGION && self->version >= 0 && self->twin == NULL
+        && !gck_stream_is_captured(self->device, self->stream)) {           /* else each replay changes its bytes */
         gck_payload_remember(self);
     }
-    if (result != NULL && self->overflow != NULL && gck_payload_overflow_bound(self) < 0) {
-        Py_CLEAR(result);
-    }
-
-exit:
-    Py_DECREF((PyObject *)self);
-    return (PyObject *)result;
+    return self->overflow != NULL && gck_payload_overflow_bound(self) < 0 ? NULL : Py_NewRef((PyObject *)self);
 }
 
 int gck_payload_adopt(gck_payload *self, PyObject *x)
 {
-    PyObject *old = self->original, *original = PyWeakref_NewRef(x, NULL);
+    GCK_SCOPED PyObject *original = PyWeakref_NewRef(x, NULL), *old = NULL;
 
-    if (original != NULL) {
-        self->original = original;
-        Py_DECREF(old);
+    if (original == NULL) {
+        return -1;
     }
-    return original == NULL ? -1 : 0;
+    old = self->original;
+    self->original = gck_give(&original);
+    return 0;
 }
 
 /* ---- the Python type ---- */

@@ -2,6 +2,7 @@
 #include "engine/payload/payload_bytes.h"
 
 #include "torch/abi.h"
+#include "torch/calls.h"
 #include "torch/device.h"
 #include "torch/error.h"
 #include "torch/input.h"
@@ -30,7 +31,6 @@ void gck_arrays_clear(gck_arrays *arrays)
 static int view_array(gck_payload *self, PyObject *array, int64_t nbytes, void **data)
 {
     gck_dl_tensor dl;
-    PyObject *device;
     const int shown = gck_read_dlpack(&self->state->py, array, &dl);
 
     if (shown < 0) {
@@ -39,12 +39,11 @@ static int view_array(gck_payload *self, PyObject *array, int64_t nbytes, void *
     if (!shown || dl.dtype.code != GCK_DL_UINT || dl.dtype.bits != 8 || dl.ndim != 1 || dl.shape[0] != nbytes
         || (dl.strides != NULL && nbytes > 1 && dl.strides[0] != 1)
         || gck_device_of_dlpack(dl.device) != self->device) {
-        device = gck_device_object(&self->state->py, self->device);
-        PyErr_Format(PyExc_RuntimeError, "gradckpt: an outer saved-tensor hook returned another tensor (%R) for a "
-                     "payload of %lld uint8 bytes on %S; return what was packed",
-                     Py_TYPE(array), (long long)nbytes, device != NULL ? device : Py_None);
-        Py_XDECREF(device);
-        return -1;
+        GCK_SCOPED PyObject *device = gck_device_object(&self->state->py, self->device);
+        return gck_done(PyErr_Format(
+            PyExc_RuntimeError, "gradckpt: an outer saved-tensor hook returned another tensor (%R) for a "
+            "payload of %lld uint8 bytes on %S; return what was packed",
+            Py_TYPE(array), (long long)nbytes, device != NULL ? device : Py_None));
     }
     *data = (char *)dl.data + dl.byte_offset;
     return 0;
@@ -52,9 +51,9 @@ static int view_array(gck_payload *self, PyObject *array, int64_t nbytes, void *
 
 static int never_encoded(void)
 {
-    PyErr_SetString(PyExc_RuntimeError,
-                    "gradckpt: this tensor was never encoded, since an error ended its forward; run that again");
-    return -1;
+    return gck_done(PyErr_Format(
+        PyExc_RuntimeError,
+        "gradckpt: this tensor was never encoded, since an error ended its forward; run that again"));
 }
 
 int gck_payload_view(gck_payload *self, gck_arrays arrays, gck_bytes *bytes)
@@ -96,14 +95,13 @@ int gck_payload_read(gck_payload *self, void *stream, gck_arrays *arrays)
 
 int gck_payload_has_read(gck_payload *self, void *stream, gck_arrays *arrays, int status)
 {
-    gck_error error = gck_error_take();
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
 
     if (arrays->near != NULL && gck_placed_let_go(&self->placed, stream) < 0) {
         status = -1;
     }
     gck_error_keep(&error);
     gck_arrays_clear(arrays);
-    gck_error_return(&error);
     return status;
 }
 
@@ -119,8 +117,7 @@ int gck_payload_lay_out(gck_payload *self, const gck_tensor *x, int exact)
     const int shared = self->layout >= GCK_LAYOUT_EXPANDED;
     self->sizes = few && !shared ? self->few : malloc(sizeof(int64_t) * (size_t)(3 * ndim));
     if (self->sizes == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return gck_done(PyErr_NoMemory());
     }
     self->ndim = ndim;
     self->once = shared ? self->sizes + 2 * ndim : NULL;
@@ -157,13 +154,10 @@ gck_tensor gck_payload_values(const gck_payload *self, void *data, void *stream)
 
 PyObject *gck_payload_within(const gck_payload *self, PyObject *buffer, int64_t offset)
 {
-    PyObject *view = PyObject_CallMethod(buffer, "as_strided", "NNL", gck_sizes(self->ndim, self->sizes),
-                                         gck_sizes(self->ndim, self->sizes + self->ndim), (long long)offset);
+    GCK_SCOPED PyObject *view = PyObject_CallMethod(buffer, "as_strided", "NNL", gck_sizes(self->ndim, self->sizes),
+                                                    gck_sizes(self->ndim, self->sizes + self->ndim), (long long)offset);
     /* .data: the others in the buffer do not see its version, and autograd no view */
-    PyObject *x = view != NULL ? PyObject_GetAttr(view, self->state->py.names.data) : NULL;
-
-    Py_XDECREF(view);
-    return x;
+    return view != NULL ? PyObject_GetAttr(view, self->state->py.names.data) : NULL;
 }
 
 PyObject *gck_payload_memory(const gck_payload *self)
@@ -175,11 +169,8 @@ PyObject *gck_payload_memory(const gck_payload *self)
         return gck_empty(py, self->ndim, self->sizes, self->layout ? strides : NULL, self->dtype, self->device);
     }
     const int64_t span = self->shift + gck_reach(self->ndim, self->sizes, strides);
-    PyObject *buffer = gck_empty(py, 1, &span, NULL, self->dtype, self->device);
-    PyObject *x = buffer != NULL ? gck_payload_within(self, buffer, self->shift) : NULL;
-
-    Py_XDECREF(buffer);
-    return x;
+    GCK_SCOPED PyObject *buffer = gck_empty(py, 1, &span, NULL, self->dtype, self->device);
+    return buffer != NULL ? gck_payload_within(self, buffer, self->shift) : NULL;
 }
 
 /* Elements share memory: make it a view of the values, each once.  0 or -1. */
@@ -275,19 +266,18 @@ int gck_payload_arrays(gck_payload *self, gck_arrays *arrays)
         return 0;
     }
     if (self->saved.codes != NULL) {
-        gck_arrays saved = gck_arrays_again(self->saved);     /* the hooks may run anything */
-        const int status = unpack(py, saved.codes, &arrays->codes) < 0 || unpack(py, saved.scales, &arrays->scales) < 0
-                         ? -1 : 0;
-        gck_arrays_clear(&saved);
-        if (status < 0) {
+        /* the hooks may run anything */
+        GCK_CLEARED_BY(gck_arrays_clear) gck_arrays saved = gck_arrays_again(self->saved);
+        if (unpack(py, saved.codes, &arrays->codes) < 0 || unpack(py, saved.scales, &arrays->scales) < 0) {
             gck_arrays_clear(arrays);
+            return -1;
         }
-        return status;
+        return 0;
     }
     if (self->arrays.codes == NULL) {
-        PyErr_Format(PyExc_RuntimeError, "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
-                     "tensor itself; call decode()", self->codec->name);
-        return -1;
+        return gck_done(PyErr_Format(
+            PyExc_RuntimeError, "gradckpt: codec '%s' cannot hold these values, so the payload keeps the "
+            "tensor itself; call decode()", self->codec->name));
     }
     *arrays = gck_arrays_again(self->arrays);
     return 0;

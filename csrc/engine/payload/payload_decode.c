@@ -24,13 +24,11 @@ static int cross_stream(gck_payload *self, PyObject *x, const gck_tensor *out)
 /* Outer hooks may have returned a slice of their own memory: then copy it.  0 or -1. */
 static int align(PyObject **array, const void *data, uintptr_t to)
 {
-    PyObject *slice = *array;
-
-    if (slice == NULL || (uintptr_t)data % to == 0) {
+    if (*array == NULL || (uintptr_t)data % to == 0) {
         return 0;
     }
+    GCK_SCOPED PyObject *slice = *array;
     *array = PyObject_CallMethod(slice, "clone", NULL);
-    Py_DECREF(slice);
     return *array != NULL ? 0 : -1;
 }
 
@@ -48,7 +46,7 @@ static int bring(gck_payload *self, const gck_tensor *view, gck_batch *batch, gc
 /* Decode the bytes into out, whose view this is.  0 or -1. */
 static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view, gck_batch *batch)
 {
-    gck_arrays arrays = {.codes = NULL};
+    GCK_CLEARED_BY(gck_arrays_clear) gck_arrays arrays = {.codes = NULL};
     gck_payload *of = self->merged ? self->twin : self;
     gck_batch own;
     gck_bytes bytes;
@@ -70,7 +68,6 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
         status = gck_batch_add(waits ? batch : &own, brought ? of : self, out, arrays, view->stream) < 0
                ? -1 : gck_batch_flush(&own);
     }
-    gck_arrays_clear(&arrays);
     return status;
 }
 
@@ -78,15 +75,13 @@ static int decode_bytes(gck_payload *self, PyObject *out, const gck_tensor *view
 static int copy_original(gck_payload *self, PyObject *original, int only_nan, PyObject *out, const gck_tensor *view)
 {
     const gck_tensor values = gck_payload_values(self, NULL, NULL);
-    PyObject *once = self->once == NULL ? Py_NewRef(Py_None)
-                   : values.steps == NULL ? Py_BuildValue("(NO)", gck_sizes(1, values.sizes), Py_None)
-                   : Py_BuildValue("(NN)", gck_sizes(values.ndim, values.sizes), gck_sizes(values.ndim, values.steps));
-    const int status = once == NULL || cross_stream(self, original, view) < 0
+    GCK_SCOPED PyObject *once = self->once == NULL ? Py_NewRef(Py_None)
+        : values.steps == NULL ? Py_BuildValue("(NO)", gck_sizes(1, values.sizes), Py_None)
+        : Py_BuildValue("(NN)", gck_sizes(values.ndim, values.sizes), gck_sizes(values.ndim, values.steps));
+
+    return once == NULL || cross_stream(self, original, view) < 0
         ? -1 : gck_done(PyObject_CallFunction(self->state->py.call.copy_original, "OOiO", out, original,
                                               only_nan, once));
-
-    Py_XDECREF(once);
-    return status;
 }
 
 /* Decode a payload that has its bytes itself: nothing runs Python before its values are there.  1 and
@@ -138,36 +133,30 @@ static int find_unchanged(const gck_payload *self, const gck_batch *batch, PyObj
 static PyObject *decode(gck_payload *self, PyObject *into, gck_batch *batch)
 {
     gck_state *state = self->state;
-    PyObject *out, *original;
+    GCK_SCOPED PyObject *out = NULL, *original = NULL;
     gck_tensor view;
-    int reason, all, ok = 0;
 
     if (batch == NULL && into == NULL && self->own.handle != NULL && self->has_values && !self->unwritten
         && self->shift == 0 && decode_fresh(self, &out)) {
-        return out;
+        return gck_give(&out);
     }
     if (find_unchanged(self, batch, &original) < 0) {
         return NULL;
     }
-    all = original != NULL || self->codec->max_error == 0 || self->codec->counted != NULL;
+    const int all = original != NULL || self->codec->max_error == 0 || self->codec->counted != NULL;
     if (original == NULL && gck_payload_overflow_original(self, &original) < 0) {
         return NULL;
     }
     out = into != NULL ? Py_NewRef(into) : gck_payload_memory(self);
-    reason = out == NULL ? -1 : gck_view_of(&state->py, out, &view);
-    if (reason == GCK_COMPRESS) {
-        ok = (original != NULL && all)
-            || decode_bytes(self, out, &view, original == NULL && into == NULL ? batch : NULL) == 0;
-        ok = ok && (original == NULL || copy_original(self, original, !all, out, &view) == 0);
-    } else if (reason > 0) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: torch.empty did not return a plain tensor; enter no mode in "
-                                            "backward that was not active in forward");
+    const int reason = out == NULL ? -1 : gck_view_of(&state->py, out, &view);
+    if (reason > 0) {
+        return PyErr_Format(PyExc_RuntimeError, "gradckpt: torch.empty did not return a plain tensor; enter no mode in "
+                                                "backward that was not active in forward");
     }
-    Py_XDECREF(original);
-    if (!ok) {
-        Py_CLEAR(out);
-    }
-    return out;
+    return reason < 0
+        || ((original == NULL || !all)
+            && decode_bytes(self, out, &view, original == NULL && into == NULL ? batch : NULL) < 0)
+        || (original != NULL && copy_original(self, original, !all, out, &view) < 0) ? NULL : gck_give(&out);
 }
 
 PyObject *gck_payload_decode(gck_payload *self) { return decode(self, NULL, NULL); }
@@ -206,17 +195,11 @@ static PyObject *as_non_leaf(const gck_py *py, PyObject *x)
 PyObject *gck_payload_restore(gck_payload *self, PyObject *into, gck_batch *batch)
 {
     gck_state *state = self->state;
-    PyObject *out = gck_payload_revive(self, into, batch);
-    PyObject *result;
+    GCK_SCOPED PyObject *out = gck_payload_revive(self, into, batch), *leaf = NULL;
 
     if (out == NULL || !self->requires_grad) {
-        return out;
+        return gck_give(&out);
     }
-    result = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);
-    if (result != NULL && !self->leaf) {
-        Py_DECREF(result);
-        result = as_non_leaf(&state->py, out);
-    }
-    Py_DECREF(out);
-    return result;
+    leaf = PyObject_CallMethodObjArgs(out, state->py.names.requires_grad_, NULL);
+    return leaf == NULL || self->leaf ? gck_give(&leaf) : as_non_leaf(&state->py, out);
 }

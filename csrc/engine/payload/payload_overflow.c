@@ -2,6 +2,7 @@
 #include "engine/payload/payload_overflow.h"
 
 #include "gradckpt.h"
+#include "torch/calls.h"
 #include "torch/input.h"
 #include "torch/simulated.h"
 #include "torch/tensor.h"
@@ -161,7 +162,7 @@ static int ask(gck_payload *self, gck_payload *first)
 int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
 {
     const gck_device_kind *kind = self->device >= 0 ? gck_device_kind_at(gck_device_kind_of(self->device)) : NULL;
-    gck_arrays arrays = {.codes = NULL};
+    GCK_CLEARED_BY(gck_arrays_clear) gck_arrays arrays = {.codes = NULL};
 
     /* In a simulated step one tensor of one version is the same, also where it is small and has values. */
     if (!self->has_values || kind == NULL) {
@@ -179,7 +180,6 @@ int gck_payload_overflow_ask(gck_payload *self, gck_payload *first)
     if (!gck_is_placed(&self->placed) && gck_payload_arrays(self, &arrays) < 0) {
         return -1;
     }
-    gck_arrays_clear(&arrays);
     return ask(self, first);
 }
 
@@ -218,11 +218,10 @@ static int settle(gck_payload *p)
     if (flag == GCK_OVERFLOW_PENDING) {
         return 0;
     }
-    Py_INCREF((PyObject *)p);                    /* releasing references may run Python */
+    GCK_SCOPED PyObject *held = Py_NewRef((PyObject *)p);      /* releasing references may run Python */
     leave(p);
     if (p->twin != NULL) {
         settle_twin(p, gck_overflow_answer(flag) == GCK_OVERFLOW_NONE);
-        Py_DECREF((PyObject *)p);
         return 1;
     }
     gck_payload_room_learn(p, gck_overflow_part(flag));
@@ -231,7 +230,6 @@ static int settle(gck_payload *p)
     } else {
         Py_CLEAR(p->kept);
     }
-    Py_DECREF((PyObject *)p);
     return 1;
 }
 
@@ -306,7 +304,7 @@ int gck_payload_overflow_bound(gck_payload *newest)
 
 int gck_payload_overflow_original(gck_payload *p, PyObject **original)
 {
-    PyObject *kept, *raised;
+    PyObject *kept;
     int64_t now = -1;
     int came = 1;
 
@@ -324,8 +322,7 @@ int gck_payload_overflow_original(gck_payload *p, PyObject **original)
         } else if ((came = await(p, LONGEST)) == 0 || p->overflowed) {
             /* The original was changed, and the payload does not hold its values, or only a graph
              * will tell. */
-            raised = PyObject_CallFunction(p->state->py.call.raise_modified, "OL", kept, (long long)p->version);
-            Py_XDECREF(raised);
+            Py_XDECREF(PyObject_CallFunction(p->state->py.call.raise_modified, "OL", kept, (long long)p->version));
             came = -1;
         }
     }

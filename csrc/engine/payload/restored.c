@@ -28,51 +28,34 @@ static PyObject *restore_versioned(gck_state *state, PyObject *x, int64_t versio
 /* The user's code assembles containers and may read the values. */
 static PyObject *restore_tree(gck_state *state, const gck_packed *entry, gck_batch *batch, PyObject *inputs)
 {
-    PyObject *leaves = PyList_New(0), *tree = NULL;
-    int status = leaves == NULL ? -1 : 0;
+    GCK_SCOPED PyObject *leaves = PyList_New(0), *tree = NULL;
 
-    for (Py_ssize_t i = 0; status == 0 && i < entry->nleaves; i++) {
-        status = gck_append(leaves, gck_packed_restore(state, &entry->leaves[i], batch, inputs));
+    for (Py_ssize_t i = 0; leaves != NULL && i < entry->nleaves; i++) {
+        gck_add_item(&leaves, gck_packed_restore(state, &entry->leaves[i], batch, inputs));
     }
-    if (status == 0 && gck_batch_flush(batch) == 0) {
+    if (leaves != NULL && gck_batch_flush(batch) == 0) {
         tree = PyObject_CallFunctionObjArgs(state->py.tree_unflatten, leaves, entry->value, NULL);
     }
-    if (tree != NULL && gck_container_state_give(&state->py, tree, entry->state) < 0) {
-        Py_CLEAR(tree);
-    }
-    Py_XDECREF(leaves);
-    return tree;
+    return tree == NULL || gck_container_state_give(&state->py, tree, entry->state) < 0 ? NULL : gck_give(&tree);
 }
 
-/* New reference: x without history, requiring grad when x does; it is also added to the list.
- * Takes x over. */
+/* New reference: x without history, requiring grad when x does; it is also added to the list. */
 static PyObject *as_input(const gck_py *py, PyObject *x, PyObject *inputs)
 {
-    PyObject *copy = x != NULL ? PyObject_CallMethodObjArgs(x, py->names.detach, NULL) : NULL;
-    PyObject *grad = copy != NULL ? PyObject_GetAttr(x, py->names.requires_grad) : NULL;
+    GCK_SCOPED PyObject *copy = PyObject_CallMethodObjArgs(x, py->names.detach, NULL);
+    GCK_SCOPED PyObject *grad = copy != NULL ? PyObject_GetAttr(x, py->names.requires_grad) : NULL;
 
-    if (grad == NULL || PyObject_SetAttr(copy, py->names.requires_grad, grad) < 0
-        || gck_attributes_carry(py, x, copy) < 0 || PyList_Append(inputs, copy) < 0) {
-        Py_CLEAR(copy);
-    }
-    Py_XDECREF(x);
-    Py_XDECREF(grad);
-    return copy;
+    return grad == NULL || PyObject_SetAttr(copy, py->names.requires_grad, grad) < 0
+        || gck_attributes_carry(py, x, copy) < 0 || PyList_Append(inputs, copy) < 0 ? NULL : gck_give(&copy);
 }
 
 /* New reference: the tensor of a payload with the attributes of the original. */
 static PyObject *restore_one(gck_payload *payload, const gck_slice *slice, PyObject *attributes, gck_batch *batch)
 {
-    PyObject *memory = gck_slice_memory(slice, payload, batch), *x = NULL;
+    GCK_SCOPED PyObject *memory = gck_slice_memory(slice, payload, batch);
+    GCK_SCOPED PyObject *x = memory == NULL && PyErr_Occurred() ? NULL : gck_payload_restore(payload, memory, batch);
 
-    if (memory != NULL || !PyErr_Occurred()) {
-        x = gck_payload_restore(payload, memory, batch);
-    }
-    if (x != NULL && gck_attributes_give(x, attributes) < 0) {
-        Py_CLEAR(x);
-    }
-    Py_XDECREF(memory);
-    return x;
+    return x == NULL || gck_attributes_give(x, attributes) < 0 ? NULL : gck_give(&x);
 }
 
 /* New reference: the tensor that this payload gave before, or gives now, in the recompute that the
@@ -98,25 +81,21 @@ static PyObject *restore_payload(gck_payload *payload, const gck_slice *slice, P
 
 PyObject *gck_packed_restore(gck_state *state, const gck_packed *entry, gck_batch *batch, PyObject *inputs)
 {
-    PyObject *value = Py_NewRef(entry->value), *attributes, *x;      /* the code below may empty the entry */
+    /* the code below may empty the entry */
+    GCK_SCOPED PyObject *value = Py_NewRef(entry->value), *kept = Py_XNewRef(entry->state), *original = NULL, *x = NULL;
     const gck_slice slice = entry->slice;
 
     switch (entry->kind) {
     case GCK_PACKED_SAVED:
-        x = batch != NULL && batch->exact && entry->state != NULL ? PyWeakref_GetObject(entry->state) : Py_None;
-        x = x == Py_None ? PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL)
-                         : restore_versioned(state, x, entry->version, entry->leaf);
+        original = Py_NewRef(batch != NULL && batch->exact && kept != NULL ? PyWeakref_GetObject(kept) : Py_None);
+        x = original == Py_None ? PyObject_CallMethodObjArgs(value, state->py.names.unpack, NULL)
+                                : restore_versioned(state, original, entry->version, entry->leaf);
         break;
-    case GCK_PACKED_TENSOR: x = restore_versioned(state, value, entry->version, entry->leaf); break;
-    case GCK_PACKED_PAYLOAD:
-        attributes = Py_XNewRef(entry->state);
-        x = restore_payload((gck_payload *)value, &slice, attributes, batch, inputs);
-        Py_XDECREF(attributes);
-        break;
+    case GCK_PACKED_TENSOR:    x = restore_versioned(state, value, entry->version, entry->leaf); break;
+    case GCK_PACKED_PAYLOAD:   x = restore_payload((gck_payload *)value, &slice, kept, batch, inputs); break;
     case GCK_PACKED_BY_NODE:   x = PyIter_Next(batch->saved); break;
-    case GCK_PACKED_TREE:      x = restore_tree(state, entry, batch, inputs); inputs = NULL; break;
-    default:            return value;
+    case GCK_PACKED_TREE:      return restore_tree(state, entry, batch, inputs);
+    default:                   return gck_give(&value);
     }
-    Py_DECREF(value);
-    return inputs == NULL ? x : as_input(&state->py, x, inputs);
+    return inputs == NULL || x == NULL ? gck_give(&x) : as_input(&state->py, x, inputs);
 }

@@ -1,6 +1,7 @@
 /* slices.c: arguments of a region that lie in one memory. */
 #include "engine/payload/slices.h"
 
+#include "torch/calls.h"
 #include "torch/input.h"
 #include "torch/tensor.h"
 
@@ -80,27 +81,22 @@ int gck_slices_find(gck_py *py, PyObject *rows, gck_sliced *of, Py_ssize_t n)
 /* New reference: the buffer of a group. */
 static PyObject *buffer_of(const gck_slice *slice, const gck_payload *payload, gck_batch *batch)
 {
-    PyObject *group = PyLong_FromLong(slice->group);
-    PyObject *buffer = NULL;
+    GCK_SCOPED PyObject *group = PyLong_FromLong(slice->group);
+    GCK_SCOPED PyObject *buffer = NULL;
 
-    if (group != NULL && (batch->made != NULL || (batch->made = PyDict_New()) != NULL)) {
-        buffer = Py_XNewRef(PyDict_GetItemWithError(batch->made, group));
+    if (group == NULL || (batch->made == NULL && (batch->made = PyDict_New()) == NULL)) {
+        return NULL;
     }
-    if (buffer == NULL && !PyErr_Occurred()) {
-        buffer = gck_empty(&payload->state->py, 1, &slice->span, NULL, payload->dtype, payload->device);
-        if (buffer != NULL && PyDict_SetItem(batch->made, group, buffer) < 0) {
-            Py_CLEAR(buffer);
-        }
+    buffer = Py_XNewRef(PyDict_GetItemWithError(batch->made, group));
+    if (buffer != NULL || PyErr_Occurred()) {
+        return gck_give(&buffer);
     }
-    Py_XDECREF(group);
-    return buffer;
+    buffer = gck_empty(&payload->state->py, 1, &slice->span, NULL, payload->dtype, payload->device);
+    return buffer == NULL || PyDict_SetItem(batch->made, group, buffer) < 0 ? NULL : gck_give(&buffer);
 }
 
 PyObject *gck_slice_memory(const gck_slice *slice, const gck_payload *payload, gck_batch *batch)
 {
-    PyObject *buffer = slice->group != 0 ? buffer_of(slice, payload, batch) : NULL;
-    PyObject *x = buffer != NULL ? gck_payload_within(payload, buffer, slice->offset) : NULL;
-
-    Py_XDECREF(buffer);
-    return x;
+    GCK_SCOPED PyObject *buffer = slice->group != 0 ? buffer_of(slice, payload, batch) : NULL;
+    return buffer != NULL ? gck_payload_within(payload, buffer, slice->offset) : NULL;
 }

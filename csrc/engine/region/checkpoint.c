@@ -75,19 +75,18 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
     const int debug = gck_options_overridden(state, state->py.names._checkpoint_debug_enabled, o->debug, 0);
     const int custom = gck_options_custom_context(state, o), policy = gck_options_policy(o);
     PyObject *see_kept = o->respect_saved_tensors_hooks != NULL ? o->respect_saved_tensors_hooks : Py_None;
-    PyObject *made, *f, *r, *callback;
-    int ok;
+    PyObject *f, *r, *callback;
 
     *forward = NULL;
     if (debug > 0 && custom) {
         return gck_raise_torchs(&state->py, "debug_with_contexts");
     }
     if (policy && (debug > 0 || custom)) {
-        PyErr_SetString(PyExc_ValueError,
-                        custom ? "gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn"
-                               : "gradckpt: debug=True and policy= or context_fn= exclude each other; "
-                                 "leave one of them out");
-        return -1;
+        return gck_done(PyErr_Format(
+            PyExc_ValueError,
+            custom ? "gradckpt: policy= and context_fn= exclude each other; a policy is a context_fn"
+            : "gradckpt: debug=True and policy= or context_fn= exclude each other; "
+            "leave one of them out"));
     }
     if (debug < 0 || gck_options_determinism(state, o->determinism_check, o->exact, &frame->check,
                                              &frame->metadata_fn) < 0) {
@@ -97,28 +96,21 @@ static int make_contexts(gck_state *state, const gck_options *o, PyObject **forw
         return 0;
     }
     if (custom && !o->exact && !PyCallable_Check(o->context_fn)) {
-        PyErr_Format(PyExc_TypeError, "gradckpt: context_fn is a function that returns two context managers, not %R",
-                     o->context_fn);
+        return gck_done(PyErr_Format(
+            PyExc_TypeError, "gradckpt: context_fn is a function that returns two context managers, not %R",
+            o->context_fn));
+    }
+    GCK_SCOPED PyObject *made =
+        debug ? PyObject_CallFunction(state->py.call.debug_contexts, "OO", o->function, o->exact ? Py_True : Py_False)
+        : custom ? PyObject_CallFunction(state->py.call.contexts, "(OO)", o->context_fn, see_kept)
+                 : PyObject_CallFunction(state->py.call.policy_contexts, "(OO)", o->policy, see_kept);
+    if (made == NULL || !PyArg_ParseTuple(made, "OOO", &f, &r, &callback)) {
         return -1;
     }
-    if (debug) {
-        made = PyObject_CallFunction(state->py.call.debug_contexts, "OO", o->function, o->exact ? Py_True : Py_False);
-    } else if (custom) {
-        made = PyObject_CallFunction(state->py.call.contexts, "(OO)", o->context_fn, see_kept);
-    } else {
-        made = PyObject_CallFunction(state->py.call.policy_contexts, "(OO)", o->policy, see_kept);
-    }
-    if (made == NULL) {
-        return -1;
-    }
-    ok = PyArg_ParseTuple(made, "OOO", &f, &r, &callback);
-    if (ok) {
-        *forward = Py_NewRef(f);
-        frame->recompute_context = Py_NewRef(r);
-        frame->error_callback = callback != Py_None ? Py_NewRef(callback) : NULL;
-    }
-    Py_DECREF(made);
-    return ok ? 0 : -1;
+    *forward = Py_NewRef(f);
+    frame->recompute_context = Py_NewRef(r);
+    frame->error_callback = callback != Py_None ? Py_NewRef(callback) : NULL;
+    return 0;
 }
 
 static PyMethodDef unpack_def = {"unpack", gck_unpack, METH_O, NULL};
@@ -127,10 +119,9 @@ static PyMethodDef unpack_def = {"unpack", gck_unpack, METH_O, NULL};
  * a generator inside. */
 static void convert_stop_iteration(const gck_py *py)
 {
-    PyObject *error = gck_error_object();
+    GCK_SCOPED PyObject *error = gck_error_object();
 
     Py_XDECREF(PyObject_CallFunction(py->call.raise_torchs, "sO", "stop_iteration", error));
-    Py_XDECREF(error);
 }
 
 static int check_accelerator(const gck_py *py, int before)
@@ -162,10 +153,10 @@ static int sample(gck_frame *frame, const gck_plan *plan)
 static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o, const gck_plan *plan,
                         PyObject *context, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
-    gck_packing packing = {.state = state, .plan = *plan};
+    GCK_CLEARED_BY(gck_packing_end) gck_packing packing = {.state = state, .plan = *plan};
     const gck_hooks hooks = {(PyObject *)frame, &unpack_def, &frame->nslots, &frame->run};
     const int preserve = gck_truth(o->preserve_rng_state, 1);
-    PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
+    GCK_SCOPED PyObject *fed_args = NULL, *fed_kwargs = NULL, *result = NULL;
     int initialized = 0;
 
     frame->function = Py_NewRef(o->function);
@@ -177,45 +168,36 @@ static PyObject *record(gck_state *state, gck_frame *frame, const gck_options *o
         && (initialized = preserve ? gck_accelerator_initialized(&state->py) : 1) >= 0) {
         result = gck_region_call(frame, &hooks, context, fed_args, fed_kwargs, 0);
     }
-    if (result != NULL
-        && ((preserve && check_accelerator(&state->py, initialized) < 0)
-            || gck_input_aliasing_check(packing.aliases, &state->py) < 0
-            || gck_samples_returned(&frame->samples, (PyObject *)frame, result, GCK_NODES - state->nodes_known) < 0
-            || (frame->calls != NULL
-                && gck_done(PyObject_CallFunction(state->py.call.finish_calls, "Oni", frame->calls, frame->nslots,
-                                                  frame->early_stop)) < 0))) {
-        Py_CLEAR(result);
+    if (result == NULL || (preserve && check_accelerator(&state->py, initialized) < 0)
+        || gck_input_aliasing_check(packing.aliases, &state->py) < 0
+        || gck_samples_returned(&frame->samples, (PyObject *)frame, result, GCK_NODES - state->nodes_known) < 0
+        || (frame->calls != NULL
+            && gck_done(PyObject_CallFunction(state->py.call.finish_calls, "Oni", frame->calls, frame->nslots,
+                                              frame->early_stop)) < 0)) {
+        return NULL;
     }
-    if (result != NULL) {
-        frame->phase = GCK_SAVED_PHASE;
-    }
-    Py_CLEAR(packing.aliases);
-    Py_XDECREF(fed_args);
-    Py_XDECREF(fed_kwargs);
-    return result;
+    frame->phase = GCK_SAVED_PHASE;
+    return gck_give(&result);
 }
 
 /* With grad off torch too only calls the function, outside the contexts. */
 static PyObject *call_plain(const gck_options *o, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
-    PyObject *tuple = gck_tuple(args, nargs);
-    PyObject *result = tuple != NULL ? PyObject_Call(o->function, tuple, kwargs) : NULL;
-
-    Py_XDECREF(tuple);
-    return result;
+    GCK_SCOPED PyObject *tuple = gck_tuple(args, nargs);
+    return tuple != NULL ? PyObject_Call(o->function, tuple, kwargs) : NULL;
 }
 
 static PyObject *call_non_reentrant(gck_state *state, const gck_options *o, PyObject *const *args, Py_ssize_t nargs,
                                     PyObject *kwargs)
 {
-    PyObject *context = NULL, *result = NULL, *place = NULL;
-    gck_frame *frame;
+    GCK_SCOPED PyObject *context = NULL, *place = NULL;
+    PyObject *result = NULL;
     gck_plan plan;
 
     if (gck_options_plan(state, o->compress, &plan) < 0 || gck_options_place(state, o->offload, &plan, &place) < 0) {
         return NULL;
     }
-    frame = gck_frame_new(state);
+    GCK_SCOPED gck_frame *frame = gck_frame_new(state);
     if (frame != NULL && make_contexts(state, o, &context, frame) == 0) {
         result = gck_torch.aoti_torch_grad_mode_is_enabled()
             ? record(state, frame, o, &plan, context, args, nargs, kwargs)
@@ -224,9 +206,6 @@ static PyObject *call_non_reentrant(gck_state *state, const gck_options *o, PyOb
             convert_stop_iteration(&state->py);
         }
     }
-    Py_XDECREF(context);
-    Py_XDECREF(place);
-    Py_XDECREF((PyObject *)frame);
     return result;
 }
 
@@ -258,11 +237,10 @@ static PyObject *run_region(gck_state *state, const gck_options *o, PyObject *co
 /* The function rejected a keyword that was perhaps meant for us: its error gets a note. */
 static void note_keyword(const gck_state *state, PyObject *kwargs)
 {
-    gck_error error = gck_error_take();
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
 
     PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
     (void)gck_done(PyObject_CallFunction(state->py.call.note_keyword, "OO", error.value, kwargs));
-    (void)gck_error_return(&error);
 }
 
 /* checkpoint(...) without a function: what makes one region of each call of the function that it gets. */
@@ -281,23 +259,19 @@ static PyObject *decorator(PyObject *module, PyObject *const *values, PyObject *
 static PyObject *call(PyObject *module, PyObject *const *all, Py_ssize_t nall, PyObject *kwnames, int exact)
 {
     gck_state *state = gck_state_of(module);
-    PyObject *kwargs, *result = NULL;
+    GCK_SCOPED PyObject *kwargs = NULL;
     gck_options o;
 
     if (gck_options_parse(state, all, nall, kwnames, exact, &o, &kwargs) < 0) {
         return NULL;
     }
     if (o.function == NULL || (o.function == Py_None && nall <= 1)) {
-        result = decorator(module, all + nall, kwnames, kwargs, exact);
-    } else {
-        PyObject *const *args = nall > 0 ? all + 1 : all;
-        const Py_ssize_t nargs = nall > 0 ? nall - 1 : 0;
-        result = run_region(state, &o, args, nargs, kwargs);
-        if (result == NULL && kwargs != NULL && !exact && PyErr_ExceptionMatches(PyExc_TypeError)) {
-            note_keyword(state, kwargs);
-        }
+        return decorator(module, all + nall, kwnames, kwargs, exact);
     }
-    Py_XDECREF(kwargs);
+    PyObject *result = run_region(state, &o, nall > 0 ? all + 1 : all, nall > 0 ? nall - 1 : 0, kwargs);
+    if (result == NULL && kwargs != NULL && !exact && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        note_keyword(state, kwargs);
+    }
     return result;
 }
 

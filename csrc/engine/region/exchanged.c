@@ -45,8 +45,7 @@ static int are_of_region(const gck_frame *frame, const gck_origin *origins, Py_s
 int gck_leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, Py_ssize_t n, Py_ssize_t i)
 {
     const gck_origin was = frame->slots[i].origin, *is = &origins[i];      /* Python may record more slots */
-    PyObject *then = gck_origin_leaf(&was), *now = gck_origin_leaf(is);
-    int matters;
+    GCK_SCOPED PyObject *then = Py_XNewRef(gck_origin_leaf(&was)), *now = Py_XNewRef(gck_origin_leaf(is));
 
     if (was.arguments != 0 || is->arguments != 0 || then == NULL || now == NULL) {
         return 0;
@@ -54,11 +53,6 @@ int gck_leaf_is_exchanged(const gck_frame *frame, const gck_origin *origins, Py_
     if (then == now) {
         return was.offset != is->offset && was.offset >= 0 && is->offset >= 0;
     }
-    Py_INCREF(then);
-    Py_INCREF(now);
-    matters = are_of_region(frame, origins, n, then, now);
-    matters = matters > 0 ? hold_other_values(frame->state, &was, is, then, now) : matters;
-    Py_DECREF(then);
-    Py_DECREF(now);
-    return matters;
+    const int matters = are_of_region(frame, origins, n, then, now);
+    return matters > 0 ? hold_other_values(frame->state, &was, is, then, now) : matters;
 }

@@ -33,8 +33,6 @@ static int makes_views(PyTypeObject *type)
 {
     static struct { const PyTypeObject *type; int may; } known[64];
     const size_t at = ((uintptr_t)type >> 5) % (sizeof known / sizeof *known);
-    PyObject *name;
-    const char *text;
     int may = 0;
 
     if (known[at].type == type) {                /* faster */
@@ -43,8 +41,8 @@ static int makes_views(PyTypeObject *type)
     if (PyType_GetFlags(type) & Py_TPFLAGS_HEAPTYPE) {          /* a Function of the user's may return its input */
         return 1;
     }
-    name = PyType_GetName(type);
-    text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+    GCK_SCOPED PyObject *name = PyType_GetName(type);
+    const char *text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
     for (size_t i = 0; text != NULL && i < sizeof views / sizeof *views; i++) {
         may |= strncmp(text, views[i], strlen(views[i])) == 0;
     }
@@ -52,7 +50,6 @@ static int makes_views(PyTypeObject *type)
         known[at].type = type;
         known[at].may = may;
     }
-    Py_XDECREF(name);
     return text != NULL ? may : -1;
 }
 
@@ -66,31 +63,33 @@ static int know_leaf(PyObject *x, gck_origin *origin)
 static int know_base(const gck_py *py, const gck_dl_tensor *x, PyObject *base, gck_origin *origin)
 {
     const int all = lies_alike(py, x, base), leaf = all < 0 ? -1 : gck_attr_is_true(base, py->names.is_leaf);
-    PyObject *node = leaf < 0 ? NULL
-                   : all && !leaf && origin->looked ? PyObject_GetAttr(base, py->names.grad_fn) : Py_NewRef(Py_None);
+    GCK_SCOPED PyObject *node = leaf < 0 ? NULL : all && !leaf && origin->looked
+                              ? PyObject_GetAttr(base, py->names.grad_fn) : Py_NewRef(Py_None);
     gck_dl_tensor whole;
-    int status = node == NULL ? -1 : 0;
 
-    if (status == 0 && node != Py_None) {
-        origin->through = Py_NewRef((PyObject *)Py_TYPE(node));
-    } else if (status == 0 && leaf) {
-        const int shown = gck_read_dlpack(py, base, &whole);
-        const intptr_t offset = shown > 0 ? (intptr_t)x->data - (intptr_t)whole.data : -1;
-        const int64_t bytes = shown > 0 ? gck_reach(whole.ndim, whole.shape, whole.strides) * whole.dtype.bits / 8 : 0;
-        origin->offset = offset < bytes ? offset : -1;          /* else base has got other memory */
-        status = shown < 0 ? -1 : know_leaf(base, origin);
-        if (all > 0) {                           /* what made the values is not known: a kept call hands out such */
-            Py_CLEAR(origin->node);
-        }
+    if (node == NULL) {
+        return -1;
     }
-    Py_XDECREF(node);
-    return status;
+    if (node != Py_None) {
+        origin->through = Py_NewRef((PyObject *)Py_TYPE(node));
+    }
+    if (node != Py_None || !leaf) {
+        return 0;
+    }
+    const int shown = gck_read_dlpack(py, base, &whole);
+    const intptr_t offset = shown > 0 ? (intptr_t)x->data - (intptr_t)whole.data : -1;
+    const int64_t bytes = shown > 0 ? gck_reach(whole.ndim, whole.shape, whole.strides) * whole.dtype.bits / 8 : 0;
+    origin->offset = offset < bytes ? offset : -1;          /* else base has got other memory */
+    if (all > 0) {                               /* what made the values is not known: a kept call hands out such */
+        Py_CLEAR(origin->node);
+    }
+    return shown < 0 ? -1 : know_leaf(base, origin);
 }
 
 /* x may be a view: of all of an argument, of a result, or of a leaf.  0 or -1. */
 static int know_view(const gck_py *py, const gck_run *run, PyObject *x, gck_origin *origin)
 {
-    PyObject *base = PyObject_GetAttr(x, py->names._base);
+    GCK_SCOPED PyObject *base = PyObject_GetAttr(x, py->names._base);
     gck_dl_tensor at;
     int status = base == NULL ? -1 : base == Py_None ? 0 : gck_read_dlpack(py, x, &at);
 
@@ -105,7 +104,6 @@ static int know_view(const gck_py *py, const gck_run *run, PyObject *x, gck_orig
             status = know_base(py, &at, base, origin);
         }
     }
-    Py_XDECREF(base);
     return status < 0 ? -1 : 0;
 }
 
@@ -113,7 +111,7 @@ int gck_origin_of(const gck_py *py, const gck_run *run, int look, PyObject *x, g
 {
     const uint32_t arguments = gck_arguments_that_are(run, x);
     const int plain = gck_is_plain_tensor(py, x), leaf = plain && !look ? gck_attr_is_true(x, py->names.is_leaf) : 1;
-    PyObject *node = plain && look ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None);
+    GCK_SCOPED PyObject *node = plain && look ? PyObject_GetAttr(x, py->names.grad_fn) : Py_NewRef(Py_None);
     const int made = node != Py_None || !leaf;   /* by a node */
     int status = node == NULL || leaf < 0 ? -1 : 0;
 
@@ -132,7 +130,6 @@ int gck_origin_of(const gck_py *py, const gck_run *run, int look, PyObject *x, g
         }
         status = may <= 0 ? may : know_view(py, run, x, origin);
     }
-    Py_XDECREF(node);
     if (status < 0) {
         gck_origin_clear(origin);
     }
@@ -150,20 +147,13 @@ static int is_reshape(PyObject *name)
  * Nodes of TorchScript's optimized graphs have one type for all operators. */
 static int same_type(PyObject *a, PyObject *b)
 {
-    PyObject *left, *right;
-    int same;
-
     if (a == b || a == NULL || b == NULL) {
         return a == b;
     }
-    left = PyType_GetName((PyTypeObject *)a);
-    right = PyType_GetName((PyTypeObject *)b);
-    same = left == NULL || right == NULL ? -1
+    GCK_SCOPED PyObject *left = PyType_GetName((PyTypeObject *)a), *right = PyType_GetName((PyTypeObject *)b);
+    return left == NULL || right == NULL ? -1
          : PyUnicode_Compare(left, right) == 0 || PyUnicode_CompareWithASCIIString(left, "CppFunction") == 0
            || PyUnicode_CompareWithASCIIString(right, "CppFunction") == 0 || (is_reshape(left) && is_reshape(right));
-    Py_XDECREF(left);
-    Py_XDECREF(right);
-    return same;
 }
 
 int gck_origin_same(const gck_origin *then, const gck_origin *now)

@@ -9,10 +9,9 @@ enum { MAX_KNOWN = 4096 };         /* dead modules leave entries behind: the tab
 /* *x becomes its attribute, NULL where it has none.  1, 0 or -1. */
 static int step_to(PyObject **x, PyObject *name)
 {
-    PyObject *value = PyObject_GetAttr(*x, name);
+    GCK_SCOPED PyObject *of = *x;
+    PyObject *value = *x = PyObject_GetAttr(of, name);
 
-    Py_DECREF(*x);
-    *x = value;
     return value != NULL ? 1 : gck_clear_attribute_error();
 }
 
@@ -36,13 +35,12 @@ int gck_module_behind(const gck_py *py, PyObject *function, PyObject **module)
 /* 1 when the object was seen before: by identity, since a module need not be hashable; 0; -1. */
 static int see(PyObject *seen, PyObject *x)
 {
-    PyObject *key = PyLong_FromVoidPtr(x);
+    GCK_SCOPED PyObject *key = PyLong_FromVoidPtr(x);
     int known = key != NULL ? PyDict_Contains(seen, key) : -1;
 
     if (known == 0 && PyDict_SetItem(seen, key, x) < 0) {
         known = -1;
     }
-    Py_XDECREF(key);
     return known;
 }
 
@@ -50,46 +48,39 @@ static int see(PyObject *seen, PyObject *x)
  * value runs Python, which may change the dict. */
 static PyObject *values_of(PyObject *module, PyObject *name)
 {
-    PyObject *dict = PyObject_GetAttr(module, name);
-    PyObject *values = dict != NULL ? PyMapping_Values(dict) : NULL;
-
-    Py_XDECREF(dict);
-    return values;
+    GCK_SCOPED PyObject *dict = PyObject_GetAttr(module, name);
+    return dict != NULL ? PyMapping_Values(dict) : NULL;
 }
 
 /* Add a module and those inside it, each once, in the order of Module.modules().  0 or -1. */
 static int collect(const gck_py *py, PyObject *module, PyObject *list, PyObject *seen)
 {
     const int known = module == Py_None ? 1 : see(seen, module);
-    PyObject *children = known == 0 && PyList_Append(list, module) == 0 ? values_of(module, py->names._modules) : NULL;
+    GCK_SCOPED PyObject *children = known == 0 && PyList_Append(list, module) == 0
+                                  ? values_of(module, py->names._modules) : NULL;
     int status = known > 0 ? 0 : children == NULL ? -1 : 0;
 
     for (Py_ssize_t i = 0; children != NULL && status == 0 && i < PyList_Size(children); i++) {
         status = collect(py, PyList_GetItem(children, i), list, seen);
     }
-    Py_XDECREF(children);
     return status;
 }
 
 PyObject *gck_modules_of(const gck_py *py, PyObject *roots)
 {
-    PyObject *list = PyList_New(0), *seen = PyDict_New();
+    GCK_SCOPED PyObject *list = PyList_New(0), *seen = PyDict_New();
     int status = list == NULL || seen == NULL ? -1 : 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(roots); i++) {
         status = collect(py, PyList_GetItem(roots, i), list, seen);
     }
-    Py_XDECREF(seen);
-    if (status < 0) {
-        Py_CLEAR(list);
-    }
-    return list;
+    return status < 0 ? NULL : gck_give(&list);
 }
 
 /* Add the parameters that a module has itself.  0 or -1. */
 static int add_own(const gck_py *py, PyObject *module, PyObject *list, PyObject *seen)
 {
-    PyObject *values = values_of(module, py->names._parameters);
+    GCK_SCOPED PyObject *values = values_of(module, py->names._parameters);
     int status = values == NULL ? -1 : 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(values); i++) {
@@ -98,42 +89,34 @@ static int add_own(const gck_py *py, PyObject *module, PyObject *list, PyObject 
         const int grad = known < 0 ? -1 : known ? 0 : gck_attr_is_true(value, py->names.requires_grad);
         status = grad > 0 ? PyList_Append(list, value) : grad;
     }
-    Py_XDECREF(values);
     return status;
 }
 
 PyObject *gck_parameters_of(const gck_py *py, PyObject *module)
 {
-    PyObject *list = PyList_New(0), *seen = list != NULL ? PyDict_New() : NULL;
-    PyObject *roots = seen != NULL ? Py_BuildValue("[O]", module) : NULL;
-    PyObject *modules = roots != NULL ? gck_modules_of(py, roots) : NULL;
+    GCK_SCOPED PyObject *list = PyList_New(0), *seen = list != NULL ? PyDict_New() : NULL;
+    GCK_SCOPED PyObject *roots = seen != NULL ? Py_BuildValue("[O]", module) : NULL;
+    GCK_SCOPED PyObject *modules = roots != NULL ? gck_modules_of(py, roots) : NULL;
     int status = modules == NULL ? -1 : 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(modules); i++) {
         status = add_own(py, PyList_GetItem(modules, i), list, seen);
     }
-    Py_XDECREF(seen);
-    Py_XDECREF(roots);
-    Py_XDECREF(modules);
-    if (status < 0) {
-        Py_CLEAR(list);
-    }
-    return list;
+    return status < 0 ? NULL : gck_give(&list);
 }
 
 int gck_known(PyObject *known, PyObject *x)
 {
-    PyObject *key = PyLong_FromVoidPtr(x);
+    GCK_SCOPED PyObject *key = PyLong_FromVoidPtr(x);
     PyObject *reference = key != NULL ? PyDict_GetItemWithError(known, key) : NULL;            /* borrowed */
 
-    Py_XDECREF(key);
     gck_error_report();
     return reference != NULL && PyWeakref_GetObject(reference) == x;
 }
 
 void gck_remember(PyObject *known, PyObject *x)
 {
-    PyObject *key = PyLong_FromVoidPtr(x), *reference = PyWeakref_NewRef(x, NULL);
+    GCK_SCOPED PyObject *key = PyLong_FromVoidPtr(x), *reference = PyWeakref_NewRef(x, NULL);
 
     if (PyDict_Size(known) >= MAX_KNOWN) {
         PyDict_Clear(known);
@@ -141,8 +124,6 @@ void gck_remember(PyObject *known, PyObject *x)
     if (key != NULL && reference != NULL) {
         PyDict_SetItem(known, key, reference);
     }
-    Py_XDECREF(key);
-    Py_XDECREF(reference);
     gck_error_report();                          /* not remembered: checked again next time */
 }
 
@@ -150,7 +131,7 @@ void gck_remember(PyObject *known, PyObject *x)
  * its subclass `type`, which does the same with later values.  No other thread runs in between. */
 PyObject *gck_guard_hooks(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *hooks, *type, *kind, *items, *key, *hook;
+    PyObject *hooks, *type, *kind, *key, *hook;
 
     if (!PyArg_ParseTuple(args, "O!O!O:guard_hooks", &PyDict_Type, &hooks, &PyType_Type, &type, &kind)) {
         return NULL;
@@ -159,9 +140,9 @@ PyObject *gck_guard_hooks(PyObject *Py_UNUSED(module), PyObject *args)
         Py_INCREF(type);                         /* as for any instance of a type made at run time */
         Py_SET_TYPE(hooks, (PyTypeObject *)type);
     }
-    items = PyDict_Items(hooks);
+    GCK_SCOPED PyObject *items = PyDict_Items(hooks);
     for (Py_ssize_t i = 0; items != NULL && i < PyList_Size(items); i++) {
-        PyObject *guarded = NULL;
+        GCK_SCOPED PyObject *guarded = NULL;
         if (PyArg_ParseTuple(PyList_GetItem(items, i), "OO", &key, &hook) && (PyObject *)Py_TYPE(hook) != kind) {
             guarded = PyObject_CallFunctionObjArgs(kind, hook, NULL);
         }
@@ -169,11 +150,9 @@ PyObject *gck_guard_hooks(PyObject *Py_UNUSED(module), PyObject *args)
         if (guarded != NULL && PyDict_GetItemWithError(hooks, key) == hook) {
             PyDict_SetItem(hooks, key, guarded);
         }
-        Py_XDECREF(guarded);
         if (PyErr_Occurred()) {
-            Py_CLEAR(items);
+            return NULL;
         }
     }
-    Py_XDECREF(items);
     return items == NULL ? NULL : Py_NewRef(Py_None);
 }

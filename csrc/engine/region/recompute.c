@@ -23,7 +23,7 @@
 static int current_task(gck_frame *frame, int64_t *task, PyObject **group)
 {
     gck_state *state = frame->state;
-    PyObject *value;
+    GCK_SCOPED PyObject *value = NULL;
 
     *group = NULL;
     *task = gck_as_int64(PyObject_CallNoArgs(state->py.graph_task_id));
@@ -37,11 +37,10 @@ static int current_task(gck_frame *frame, int64_t *task, PyObject **group)
         return -1;
     }
     if (value != Py_None) {
-        *group = value;
+        *group = gck_give(&value);
         *task = 0;
         return 0;
     }
-    Py_DECREF(value);
     if (*task == -1) {
         *task = -2 - state->outside++;           /* each access outside any backward has its own table */
     }
@@ -58,9 +57,9 @@ static int wait_for(gck_frame *frame, int64_t task, PyObject *group)
             return 0;                            /* done, or failed and removed: then this thread tries */
         }
         if (t->thread == PyThread_get_thread_ident()) {
-            PyErr_SetString(PyExc_RuntimeError, "gradckpt: a tensor of a checkpointed region was unpacked by the "
-                                                "recompute of that same region; move that backward out of the region");
-            return -1;
+            return gck_done(PyErr_Format(
+                PyExc_RuntimeError, "gradckpt: a tensor of a checkpointed region was unpacked by the "
+                "recompute of that same region; move that backward out of the region"));
         }
         if (gck_recomputed_wait(&frame->state->py, t) < 0) {
             return -1;
@@ -89,7 +88,7 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     gck_origin origin = {.node = NULL};
     /* where arguments are laid out anew, operators on them may differ too: nothing is known */
     gck_origin *origins = self->run != NULL && !self->run->laid_anew ? self->origins : NULL;
-    PyObject *value = NULL;
+    GCK_SCOPED PyObject *value = NULL;
     int64_t version = GCK_NO_VERSION;
     int grad = 0, status = 0;
 
@@ -117,7 +116,6 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
         gck_origin_clear(&origin);
     }
     if (value == NULL || frame == NULL) {
-        Py_XDECREF(value);
         if (!PyErr_Occurred()) {
             gck_raise_torchs(py, "recompute_over");
         }
@@ -126,15 +124,13 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
     const Py_ssize_t index = table->counter++;   /* surplus tensors count too, as in torch */
     if (index >= table->size) {
         if (frame->early_stop) {                 /* user code caught the stop exception and continued */
-            Py_DECREF(value);
             gck_raise_torchs(py, "went_on");
             return NULL;
         }
         if (frame->phase == GCK_RECORDING) {     /* a backward inside the region, with early stop off */
             frame->ignore_mismatch = 1;
-            return value;
+            return gck_give(&value);
         }
-        Py_DECREF(value);
         return PyObject_CallFunction(frame->state->py.call.raise_more_saved, "i", frame->approximate);
     }
     if (frame->slots[index].holder != NULL) {           /* else that part of the graph is already freed */
@@ -143,11 +139,10 @@ static PyObject *recompute_pack(PyObject *op, PyObject *x)
         table->left++;
     }
     if (frame->early_stop && table->counter == table->size) {
-        Py_DECREF(value);
         PyErr_SetNone(frame->state->py.StopRecomputation);
         return NULL;
     }
-    return value;                                /* R6 */
+    return gck_give(&value);                     /* R6 */
 }
 
 static PyObject *recompute_call(PyObject *self, PyObject *args, PyObject *Py_UNUSED(kwargs))
@@ -184,16 +179,13 @@ static PyMethodDef recompute_unpack_def = {"recompute_unpack", recompute_unpack,
 static int run_function(gck_frame *frame, gck_recompute *self, PyObject *args, PyObject *kwargs)
 {
     const gck_hooks hooks = {(PyObject *)self, &recompute_unpack_def, &self->table->counter, &self->run};
-    PyObject *result = gck_region_call(frame, &hooks, frame->recompute_context, args, kwargs, 1);
+    GCK_SCOPED PyObject *result = gck_region_call(frame, &hooks, frame->recompute_context, args, kwargs, 1);
 
-    Py_XDECREF(result);
-    if (result == NULL) {
-        /* Raised for this region or one inside: torch swallows both. */
-        if (!PyErr_ExceptionMatches(frame->state->py.StopRecomputation)) {
-            return -1;
-        }
-        PyErr_Clear();
+    /* Raised for this region or one inside: torch swallows both. */
+    if (result == NULL && !PyErr_ExceptionMatches(frame->state->py.StopRecomputation)) {
+        return -1;
     }
+    PyErr_Clear();
     return 0;
 }
 
@@ -204,13 +196,12 @@ static int find_overwritten(const gck_frame *frame, const gck_recomputed *table)
     int status = 0;
 
     for (Py_ssize_t i = 0; i < table->size && status == 0; i++) {
-        PyObject *value = Py_XNewRef(table->slots[i].value);      /* reading a subclass runs Python */
+        GCK_SCOPED PyObject *value = Py_XNewRef(table->slots[i].value);      /* reading a subclass runs Python */
         int64_t *version = &table->slots[i].version, now = GCK_NO_VERSION;
         if (value != NULL && *version >= 0 && (status = gck_version_of(&frame->state->py, value, &now)) == 0
             && now >= 0 && now != *version) {
             *version = GCK_OVERWRITTEN;
         }
-        Py_XDECREF(value);
     }
     return status;
 }
@@ -220,8 +211,8 @@ static int find_overwritten(const gck_frame *frame, const gck_recomputed *table)
 static int run_recompute(gck_frame *frame, gck_recomputed *table, gck_origin *origins)
 {
     gck_state *state = frame->state;
-    gck_recompute *self = PyObject_New(gck_recompute, state->Recompute);
-    PyObject *args = NULL, *kwargs = NULL;
+    GCK_SCOPED gck_recompute *self = PyObject_New(gck_recompute, state->Recompute);
+    GCK_SCOPED PyObject *args = NULL, *kwargs = NULL;
     gck_recompute_env env;
     int result = -1;
 
@@ -240,9 +231,6 @@ static int run_recompute(gck_frame *frame, gck_recomputed *table, gck_origin *or
     self->frame = NULL;                          /* the graph of the recompute may outlive the frame */
     self->table = NULL;
     self->origins = NULL;
-    Py_DECREF(self);
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
     return result;
 }
 
@@ -274,32 +262,24 @@ static PyObject *difference(const gck_frame *frame, const gck_origin *origins, P
 static int check_slot(gck_frame *frame, gck_recomputed *table, const gck_origin *origins, Py_ssize_t i,
                       PyObject *metadata, PyObject *others)
 {
-    PyObject *value = table->slots[i].value;
-    gck_metadata then, now;
-    int status, same = -1;
+    /* reading a subclass runs Python, which may record more slots */
+    GCK_SCOPED PyObject *value = Py_XNewRef(table->slots[i].value);
+    GCK_CLEARED_BY(gck_metadata_clear) gck_metadata then = frame->slots[i].meta, now = {.objects = NULL};
 
+    Py_XINCREF(then.objects);
     if (frame->slots[i].holder == NULL || value == NULL) {
         return 0;
     }
-    Py_INCREF(value);                            /* reading a subclass runs Python, which may record more slots */
-    then = frame->slots[i].meta;
-    Py_XINCREF(then.objects);
-    status = gck_metadata_of(&frame->state->py, frame->metadata_fn, value, then.objects != NULL, &now);
-    Py_DECREF(value);
-    if (status == 0) {
-        same = gck_metadata_same(&frame->state->py, &then, &now);
-        if (same == 0) {
-            status = gck_append(metadata, Py_BuildValue("nNN", i, gck_metadata_describe(&then),
-                                                        gck_metadata_describe(&now)));
-        } else if (same > 0 && origins != NULL) {
-            const int another = is_another(frame, origins, table->size, i, &then, &now);
-            status = another <= 0 ? another
-                   : gck_append(others, difference(frame, origins, i, &then, &now));
-        }
-        gck_metadata_clear(&now);
+    if (gck_metadata_of(&frame->state->py, frame->metadata_fn, value, then.objects != NULL, &now) < 0) {
+        return -1;
     }
-    gck_metadata_clear(&then);
-    return same < 0 || PyErr_Occurred() ? -1 : status;
+    Py_CLEAR(value);
+    const int same = gck_metadata_same(&frame->state->py, &then, &now);
+    if (same == 0) {
+        return gck_append(metadata, Py_BuildValue("nNN", i, gck_metadata_describe(&then), gck_metadata_describe(&now)));
+    }
+    const int another = same > 0 && origins != NULL ? is_another(frame, origins, table->size, i, &then, &now) : 0;
+    return same < 0 ? -1 : another <= 0 ? another : gck_append(others, difference(frame, origins, i, &then, &now));
 }
 
 /* Raise for these differences, or warn.  0 or -1. */
@@ -315,7 +295,7 @@ static int report(const gck_frame *frame, PyObject *callback, PyObject *differen
 static int check_slots(gck_frame *frame, gck_recomputed *table, const gck_origin *origins)
 {
     const gck_py *py = &frame->state->py;
-    PyObject *metadata = PyList_New(0), *others = PyList_New(0);
+    GCK_SCOPED PyObject *metadata = PyList_New(0), *others = PyList_New(0);
     int status = metadata == NULL || others == NULL ? -1 : 0;
 
     for (Py_ssize_t i = 0; i < table->size && status == 0; i++) {
@@ -324,8 +304,6 @@ static int check_slots(gck_frame *frame, gck_recomputed *table, const gck_origin
     if (status == 0 && (status = report(frame, py->call.raise_metadata, metadata)) == 0) {
         status = report(frame, py->call.raise_origins, others);
     }
-    Py_XDECREF(metadata);
-    Py_XDECREF(others);
     return status;
 }
 
@@ -351,8 +329,7 @@ static int run_and_check(gck_frame *frame, gck_recomputed *table)
     int status = -1;
 
     if (origins == NULL && gck_checks_origins(frame)) {
-        PyErr_NoMemory();
-        return -1;
+        return gck_done(PyErr_NoMemory());
     }
     if (run_recompute(frame, table, origins) == 0) {
         /* both may run Python: no other thread sees the table yet */
@@ -418,45 +395,37 @@ static PyObject *take(gck_frame *frame, gck_recomputed *table, Py_ssize_t index)
 static PyObject *unpack(gck_frame *frame, Py_ssize_t index)
 {
     int64_t task;
-    PyObject *group;
-    PyObject *value = NULL;
+    GCK_SCOPED PyObject *group = NULL;
 
     if (current_task(frame, &task, &group) < 0) {
         return NULL;
     }
     gck_recomputed *table = filled_table(frame, task, group);
-    if (table != NULL) {
-        value = take(frame, table, index);
-    }
+    PyObject *value = table != NULL ? take(frame, table, index) : NULL;
     if (task < -1 && (table = gck_recomputed_find(&frame->recomputed, task, group)) != NULL) {
         gck_recomputed_free(&frame->recomputed, table);      /* outside a backward every access has its own */
     }
-    Py_XDECREF(group);
     return value;
 }
 
 PyObject *gck_unpack(PyObject *op, PyObject *holder)
 {
     gck_frame *frame = (gck_frame *)op;
-    PyObject *value, *error;
 
     if (Py_TYPE(holder) != frame->state->Holder || ((gck_holder *)holder)->frame != frame) {
         return PyErr_Format(PyExc_TypeError,
                             "gradckpt: unpack was called with something that this region did not pack");
     }
     if (frame->args == NULL || frame->function == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; "
-                                            "keep its output");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; "
+                                                "keep its output");
     }
-    Py_INCREF(op);                               /* user code in the recompute may drop the graph */
+    GCK_SCOPED PyObject *held = Py_NewRef(op), *error = NULL;      /* user code in the recompute may drop the graph */
     /* The holder may be freed with it, so its index is read now. */
-    value = unpack(frame, ((gck_holder *)holder)->index);
-    if (value == NULL && frame->error_callback != NULL && PyErr_ExceptionMatches(frame->state->py.CheckpointError)) {
-        error = gck_error_object();
-        value = PyObject_CallFunctionObjArgs(frame->error_callback, error, NULL);
-        Py_XDECREF(error);
+    PyObject *value = unpack(frame, ((gck_holder *)holder)->index);
+    if (value != NULL || frame->error_callback == NULL || !PyErr_ExceptionMatches(frame->state->py.CheckpointError)) {
+        return value;
     }
-    Py_DECREF(op);
-    return value;
+    error = gck_error_object();
+    return PyObject_CallFunctionObjArgs(frame->error_callback, error, NULL);
 }

@@ -69,13 +69,11 @@ static int keep_stateful(const gck_state *state, PyObject *modules)
 static int enter_buffers(gck_frame *frame, gck_recompute_env *r)
 {
     const gck_state *state = frame->state;
-    PyObject *roots = roots_of(frame), *modules = roots != NULL ? gck_modules_of(&state->py, roots) : NULL;
+    GCK_SCOPED PyObject *roots = roots_of(frame), *modules = roots != NULL ? gck_modules_of(&state->py, roots) : NULL;
 
     if (modules != NULL && keep_stateful(state, modules) == 0 && PyList_Size(modules) > 0) {
         r->buffers = PyObject_CallFunction(state->py.call.enter_buffers, "O", modules);
     }
-    Py_XDECREF(roots);
-    Py_XDECREF(modules);
     return PyErr_Occurred() ? -1 : 0;
 }
 

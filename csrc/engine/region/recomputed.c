@@ -43,15 +43,12 @@ gck_recomputed *gck_recomputed_find(gck_recomputed_tables *tables, int64_t task,
 
 void gck_recomputed_open(gck_recomputed *table)
 {
-    PyObject *gate = table->gate;
-    gck_error error;
+    GCK_SCOPED PyObject *gate = table->gate;
 
     table->gate = NULL;
     if (gate != NULL) {
-        error = gck_error_take();
+        GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
         Py_XDECREF(PyObject_CallMethod(gate, "release", NULL));
-        gck_error_return(&error);
-        Py_DECREF(gate);
     }
 }
 
@@ -59,19 +56,12 @@ void gck_recomputed_open(gck_recomputed *table)
  * of a lock are C. */
 int gck_recomputed_wait(const gck_py *py, gck_recomputed *table)
 {
-    PyObject *gate = table->gate != NULL ? table->gate : (table->gate = PyObject_CallNoArgs(py->new_lock));
-    int status;
+    table->gate = table->gate != NULL ? table->gate : PyObject_CallNoArgs(py->new_lock);
+    GCK_SCOPED PyObject *gate = Py_XNewRef(table->gate);       /* the table may be freed before this thread wakes up */
 
-    if (gate == NULL || gck_done(PyObject_CallMethod(gate, "acquire", "O", Py_False)) < 0) {
-        return -1;
-    }
-    Py_INCREF(gate);                             /* the table may be freed before this thread wakes up */
-    status = gck_done(PyObject_CallMethod(gate, "acquire", NULL));
-    if (status == 0) {
-        status = gck_done(PyObject_CallMethod(gate, "release", NULL));       /* for the next thread that waits */
-    }
-    Py_DECREF(gate);
-    return status;
+    return gate == NULL || gck_done(PyObject_CallMethod(gate, "acquire", "O", Py_False)) < 0
+        || gck_done(PyObject_CallMethod(gate, "acquire", NULL)) < 0
+        ? -1 : gck_done(PyObject_CallMethod(gate, "release", NULL));         /* for the next thread that waits */
 }
 
 static void table_free(gck_recomputed *table)
@@ -150,7 +140,7 @@ typedef struct {
 static void end_task(PyObject *capsule)
 {
     task_end *end = PyCapsule_GetPointer(capsule, NULL);
-    gck_error error = gck_error_take();
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
     gck_recomputed_tables *tables;
     gck_recomputed *table;
 
@@ -163,7 +153,6 @@ static void end_task(PyObject *capsule)
     }
     Py_DECREF(end->keeper);
     free(end);
-    gck_error_return(&error);
 }
 
 static PyObject *nothing(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
@@ -195,21 +184,16 @@ static PyObject *task_capsule(gck_state *state, int64_t task)
  * engine accepts no callback: then old tables are freed by their number. -1 with an exception. */
 static int watch_task(gck_state *state, int64_t task)
 {
-    PyObject *capsule, *callback, *result = NULL;
-
     if (state->watched_task == task) {
         return 1;
     }
-    capsule = task_capsule(state, task);
-    callback = capsule != NULL ? PyCFunction_New(&nothing_def, capsule) : NULL;
+    GCK_SCOPED PyObject *capsule = task_capsule(state, task), *result = NULL;
+    GCK_SCOPED PyObject *callback = capsule != NULL ? PyCFunction_New(&nothing_def, capsule) : NULL;
     if (callback != NULL && (result = PyObject_CallFunctionObjArgs(state->py.queue_callback, callback, NULL)) != NULL) {
         state->watched_task = task;
     } else if (capsule != NULL) {
         ((task_end *)PyCapsule_GetPointer(capsule, NULL))->task = NO_TASK;      /* its death means nothing */
     }
-    Py_XDECREF(result);
-    Py_XDECREF(callback);
-    Py_XDECREF(capsule);
     return result != NULL ? 1 : gck_clear_refusal();
 }
 

@@ -28,11 +28,10 @@
 static int outer_hooks(gck_frame *frame)
 {
     const gck_py *py = &frame->state->py;
-    PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
+    GCK_SCOPED PyObject *top = PyObject_CallFunctionObjArgs(py->top_hooks, Py_True, NULL);
     const int active = top == NULL ? -1 : top != Py_None;
 
     frame->approximate = active > 0 && gck_saved_hooks_are_lossy(top, &frame->replay_discrete);
-    Py_XDECREF(top);
     return active;
 }
 
@@ -66,9 +65,8 @@ static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
 {
     const Py_ssize_t nkw = kwargs != NULL ? PyDict_Size(kwargs) : 0;
     PyObject *names = kwargs != NULL ? PySequence_Tuple(kwargs) : NULL;
-    PyObject *fed = PyList_New(0);               /* a tuple later: packing runs Python, to which gc shows it */
-    PyObject *value = NULL;
-    int status = 0;
+    /* a tuple later: packing runs Python, to which gc shows it */
+    GCK_SCOPED PyObject *fed = PyList_New(0);
 
     *fed_kwargs = kwargs != NULL ? PyDict_New() : NULL;
     frame->kwnames = names;
@@ -77,33 +75,28 @@ static int pack_arguments(gck_frame *frame, gck_packing *packing, PyObject *cons
         PyErr_NoMemory();
     }
     if (fed == NULL || (kwargs != NULL && (names == NULL || *fed_kwargs == NULL)) || frame->args == NULL) {
-        status = -1;
-    } else {
-        frame->nargs = nargs;
-        frame->nkwargs = nkw;                    /* entries that are not yet packed are empty */
+        return -1;
     }
-    for (Py_ssize_t i = 0; status == 0 && i < nargs + nkw; i++) {
+    frame->nargs = nargs;
+    frame->nkwargs = nkw;                        /* entries that are not yet packed are empty */
+    for (Py_ssize_t i = 0; i < nargs + nkw; i++) {
         PyObject *name = i < nargs ? NULL : PyTuple_GetItem(names, i - nargs);
         PyObject *x = name == NULL ? args[i] : PyDict_GetItemWithError(kwargs, name);
-        status = x == NULL ? -1 : gck_pack(packing, x, name == NULL, &frame->args[i], &value);
-        if (status == 0) {
-            status = name == NULL ? PyList_Append(fed, value) : PyDict_SetItem(*fed_kwargs, name, value);
-            Py_CLEAR(value);
+        GCK_SCOPED PyObject *value = NULL;
+        if (x == NULL || gck_pack(packing, x, name == NULL, &frame->args[i], &value) < 0
+            || (name == NULL ? PyList_Append(fed, value) : PyDict_SetItem(*fed_kwargs, name, value)) < 0) {
+            return -1;
         }
     }
-    *fed_args = status == 0 ? PyList_AsTuple(fed) : NULL;
-    Py_XDECREF(fed);
+    *fed_args = PyList_AsTuple(fed);
     return *fed_args == NULL ? -1 : 0;
 }
 
 /* Call the observer, which reads by gc.get_referents() what the frame keeps.  0 or -1. */
 static int show(gck_frame *frame)
 {
-    PyObject *observer = Py_XNewRef(frame->state->observer);
-    const int status = observer == NULL ? 0 : gck_done(PyObject_CallFunctionObjArgs(observer, (PyObject *)frame, NULL));
-
-    Py_XDECREF(observer);
-    return status;
+    GCK_SCOPED PyObject *observer = Py_XNewRef(frame->state->observer);
+    return observer == NULL ? 0 : gck_done(PyObject_CallFunctionObjArgs(observer, (PyObject *)frame, NULL));
 }
 
 int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs,
@@ -156,30 +149,23 @@ int gck_region_keep(gck_frame *frame, gck_packing *packing, PyObject *const *arg
 
 static int restore_entries(gck_frame *frame, gck_batch *batch, PyObject *inputs, PyObject *args, PyObject *kwargs)
 {
-    int status = 0;
-
-    for (Py_ssize_t i = 0; status == 0 && i < frame->nargs + frame->nkwargs; i++) {
-        PyObject *value = gck_packed_restore(frame->state, &frame->args[i], batch, inputs);
-        if (value == NULL) {
-            status = -1;
-        } else if (i < frame->nargs) {
-            status = PyList_Append(args, value);
-        } else {
-            status = PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value);
+    for (Py_ssize_t i = 0; i < frame->nargs + frame->nkwargs; i++) {
+        GCK_SCOPED PyObject *value = gck_packed_restore(frame->state, &frame->args[i], batch, inputs);
+        if (value == NULL
+            || (i < frame->nargs ? PyList_Append(args, value)
+                : PyDict_SetItem(kwargs, PyTuple_GetItem(frame->kwnames, i - frame->nargs), value)) < 0) {
+            gck_batch_drop(batch);
+            return -1;
         }
-        Py_XDECREF(value);
     }
-    if (status < 0) {
-        gck_batch_drop(batch);
-    }
-    return status < 0 ? -1 : gck_batch_flush(batch);
+    return gck_batch_flush(batch);
 }
 
 /* A list first: restoring runs Python, and code that finds a half-made tuple through gc makes it
  * immutable. */
 int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyObject **args, PyObject **kwargs)
 {
-    PyObject *list = PyList_New(0);
+    GCK_SCOPED PyObject *list = PyList_New(0);
     gck_batch batch;
 
     gck_batch_begin(&batch, frame->state, 1);
@@ -191,7 +177,6 @@ int gck_region_restore(gck_frame *frame, PyObject *saved, PyObject *inputs, PyOb
         && restore_entries(frame, &batch, inputs, list, *kwargs) == 0) {
         *args = PyList_AsTuple(list);
     }
-    Py_XDECREF(list);
     Py_XDECREF(batch.made);
     if (*args == NULL) {
         Py_CLEAR(*kwargs);
@@ -253,12 +238,11 @@ static int remat_reset(PyObject *variables, PyObject *tokens, Py_ssize_t n)
 
 /* Where torch_remat is imported, enter the state that its regions look for: context variables, as
  * (set, value, reset).  They are set and reset in C, so that no signal handler runs in between.
- * *tokens: new reference, NULL: nothing was entered.  0 or -1. */
+ * *tokens: new reference, NULL: nothing was entered, and what *variables has is let go all the same.  0 or -1. */
 static int remat_enter(gck_frame *frame, const gck_hooks *hooks, int replay, PyObject **variables, PyObject **tokens)
 {
     const gck_py *py = &frame->state->py;
 
-    *variables = *tokens = NULL;
     if (frame->remat == NULL && !replay) {
         if (!remat_is_imported(py)) {
             return PyErr_Occurred() ? -1 : 0;
@@ -279,9 +263,6 @@ static int remat_enter(gck_frame *frame, const gck_hooks *hooks, int replay, PyO
             Py_CLEAR(*tokens);
         }
     }
-    if (*tokens == NULL) {
-        Py_CLEAR(*variables);
-    }
     return *tokens != NULL ? 0 : -1;
 }
 
@@ -293,13 +274,9 @@ static int remat_leave(const gck_frame *frame, int replay, PyObject *variables, 
     if (result != NULL || !replay) {             /* a recompute that stopped early left nothing */
         gck_done(PyObject_CallFunction(frame->state->py.call.remat_leave, "OiiO", frame->remat, replay, result == NULL,
                                        result != NULL ? result : Py_None));
-        gck_error_keep(&error);
     }
     gck_error_return(&error);
-    remat_reset(variables, tokens, PyTuple_Size(variables));
-    Py_DECREF(variables);
-    Py_DECREF(tokens);
-    return PyErr_Occurred() ? -1 : 0;
+    return remat_reset(variables, tokens, PyTuple_Size(variables));
 }
 
 /* Push, call and pop happen in one C function, so that no signal handler runs in between. */
@@ -307,14 +284,13 @@ static PyObject *call_hooked(gck_frame *frame, const gck_hooks *hooks, PyObject 
                              PyObject *kwargs, int replay)
 {
     const gck_py *py = &frame->state->py;
-    PyObject *result, *variables, *tokens;
+    GCK_SCOPED PyObject *variables = NULL, *tokens = NULL;
+    PyObject *result = NULL;
 
     if (hooks != NULL && gck_hooks_push(py, Py_NewRef(hooks->pack), hooks->unpack, hooks->pack) < 0) {
         return NULL;
     }
-    if (remat_enter(frame, hooks, replay, &variables, &tokens) < 0) {
-        result = NULL;
-    } else {
+    if (remat_enter(frame, hooks, replay, &variables, &tokens) == 0) {
         result = context == NULL ? PyObject_Call(frame->function, args, kwargs)
                : PyObject_CallFunction(replay ? py->call.recompute_within : py->call.call_within, "OOOOOO", context,
                                        frame->function, args, kwargs != NULL ? kwargs : Py_None,

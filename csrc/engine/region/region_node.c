@@ -80,8 +80,8 @@ static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyOb
                           PyObject **args)
 {
     const gck_py *py = &frame->state->py;
-    gck_packing packing = {.state = frame->state, .of_node = 1};
-    PyObject *inputs = PyList_New(0), *tuple = NULL, *save = NULL, *none = NULL;
+    GCK_CLEARED_BY(gck_packing_end) gck_packing packing = {.state = frame->state, .of_node = 1};
+    GCK_SCOPED PyObject *inputs = PyList_New(0), *tuple = NULL, *save = NULL, *none = NULL;
     int preserve, exact, status = inputs != NULL && PyArg_ParseTuple(flags, "pp", &preserve, &exact) ? 0 : -1;
 
     for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
@@ -95,10 +95,6 @@ static int keep_arguments(gck_frame *frame, PyObject *ctx, PyObject *flags, PyOb
         status = tuple != NULL && save != NULL ? gck_done(PyObject_Call(save, tuple, NULL)) : -1;
     }
     Py_CLEAR(frame->ambient.device);             /* torch's reentrant form does not enter it again */
-    Py_CLEAR(packing.aliases);
-    Py_XDECREF(inputs);
-    Py_XDECREF(tuple);
-    Py_XDECREF(save);
     return status;
 }
 
@@ -108,54 +104,45 @@ static PyObject *forward(PyObject *module, PyObject *const *all, Py_ssize_t nall
 {
     gck_state *state = gck_state_of(module);
     gck_frame *frame = nall < 4 ? NULL : (gck_frame *)all[1];
-    PyObject *args = NULL, *out = NULL, *result = NULL;
+    GCK_SCOPED PyObject *args = NULL, *out = NULL;
 
     if (frame == NULL || Py_TYPE(all[1]) != state->Frame) {
-        PyErr_SetString(PyExc_TypeError, "gradckpt: SelectiveRecompute.forward needs a frame; "
-                                         "call SelectiveRecompute.apply");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "gradckpt: SelectiveRecompute.forward needs a frame; "
+                                             "call SelectiveRecompute.apply");
     }
     if (PyObject_SetAttr(all[0], state->py.names.frame, (PyObject *)frame) < 0) {
         return NULL;
     }
     if (frame->node.reentrant) {
-        if (keep_arguments(frame, all[0], all[2], all + 4, nall - 4, &args) == 0) {
-            result = gck_region_call(frame, NULL, NULL, args, NULL, 0);
-        }
-        Py_XDECREF(args);
-        return result;
+        return keep_arguments(frame, all[0], all[2], all + 4, nall - 4, &args) < 0
+             ? NULL : gck_region_call(frame, NULL, NULL, args, NULL, 0);
     }
     if (gck_done(PyObject_CallMethodObjArgs(all[0], state->py.names.set_materialize_grads, Py_False, NULL)) == 0) {
         out = gck_region_call(frame, NULL, NULL, all[2], all[3] != Py_None ? all[3] : NULL, 0);
     }
-    if (out != NULL && touch(frame) == 0) {
-        result = gck_node_tensors(&state->py, out, frame);
-    }
-    Py_XDECREF(out);
-    return result;
+    return out != NULL && touch(frame) == 0 ? gck_node_tensors(&state->py, out, frame) : NULL;
 }
 
 /* Add the parameters of the module behind the function to the inputs.  0 or -1. */
 static int add_parameters(gck_frame *frame, PyObject *inputs)
 {
     const gck_py *py = &frame->state->py;
-    PyObject *module;
-    int status = gck_module_behind(py, frame->function, &module);
+    const Py_ssize_t n = PyList_Size(inputs);
+    GCK_SCOPED PyObject *module = NULL;
 
-    if (module != NULL) {
-        const Py_ssize_t n = PyList_Size(inputs);
-        frame->node.parameters_in = gck_parameters_of(py, module);
-        status = frame->node.parameters_in == NULL ? -1 : PyList_SetSlice(inputs, n, n, frame->node.parameters_in);
-        Py_DECREF(module);
+    if (gck_module_behind(py, frame->function, &module) < 0 || module == NULL) {
+        return module == NULL && !PyErr_Occurred() ? 0 : -1;
     }
-    return status;
+    frame->node.parameters_in = gck_parameters_of(py, module);
+    return frame->node.parameters_in == NULL ? -1 : PyList_SetSlice(inputs, n, n, frame->node.parameters_in);
 }
 
 /* New reference: the tensors in the region's result, as a tuple. */
 static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *const *args, Py_ssize_t nargs, PyObject *kwargs)
 {
     const gck_py *py = &frame->state->py;
-    PyObject *inputs = PyList_New(0), *fed_args = NULL, *fed_kwargs = NULL, *head = NULL, *all = NULL, *result = NULL;
+    GCK_SCOPED PyObject *inputs = PyList_New(0), *fed_args = NULL, *fed_kwargs = NULL, *head = NULL, *all = NULL;
+    GCK_SCOPED PyObject *result = NULL;
 
     packing->inputs = inputs;
     if (inputs != NULL && gck_region_keep(frame, packing, args, nargs, kwargs, 1, 0, &fed_args, &fed_kwargs) == 0
@@ -165,16 +152,7 @@ static PyObject *call(gck_frame *frame, gck_packing *packing, PyObject *const *a
     if (head != NULL && PyList_SetSlice(inputs, 0, 0, head) == 0 && (all = PyList_AsTuple(inputs)) != NULL) {
         result = PyObject_Call(frame->state->selective_apply, all, NULL);
     }
-    if (result != NULL && gck_input_aliasing_check(packing->aliases, py) < 0) {
-        Py_CLEAR(result);
-    }
-    Py_CLEAR(packing->aliases);
-    Py_XDECREF(inputs);
-    Py_XDECREF(fed_args);
-    Py_XDECREF(fed_kwargs);
-    Py_XDECREF(head);
-    Py_XDECREF(all);
-    return result;
+    return result == NULL || gck_input_aliasing_check(packing->aliases, py) < 0 ? NULL : gck_give(&result);
 }
 
 /* ---- checkpoint(use_reentrant=True) ---- */
@@ -191,7 +169,7 @@ static int check_options(const gck_state *state, const gck_options *o, PyObject 
         {o->respect_saved_tensors_hooks != Py_None ? o->respect_saved_tensors_hooks : NULL,
          "respect_saved_tensors_hooks"},
     };
-    PyObject *given = kwargs != NULL ? PyDict_Copy(kwargs) : PyDict_New();
+    GCK_SCOPED PyObject *given = kwargs != NULL ? PyDict_Copy(kwargs) : PyDict_New();
     int status = given == NULL ? -1 : 0;
 
     for (size_t i = 0; status == 0 && i < sizeof only_otherwise / sizeof *only_otherwise; i++) {
@@ -202,7 +180,6 @@ static int check_options(const gck_state *state, const gck_options *o, PyObject 
     if (status == 0 && (PyDict_Size(given) > 0 || ours != NULL)) {
         status = gck_done(PyObject_CallFunction(state->py.call.check_reentrant, "Oz", given, ours));
     }
-    Py_XDECREF(given);
     return status;
 }
 
@@ -210,24 +187,20 @@ PyObject *gck_reentrant_call(gck_state *state, const gck_options *o, PyObject *c
                              PyObject *kwargs)
 {
     const int preserve = gck_truth(o->preserve_rng_state, 1);
-    gck_frame *frame = preserve < 0 || check_options(state, o, kwargs) < 0 ? NULL : gck_frame_new(state);
-    PyObject *apply = frame != NULL ? PyObject_GetAttrString(state->CheckpointFunction, "apply") : NULL;
-    PyObject *head = apply != NULL ? Py_BuildValue("(O(ii)O)", (PyObject *)frame, preserve, o->exact, Py_None) : NULL;
-    PyObject *rest = head != NULL ? gck_tuple(args, nargs) : NULL;
-    PyObject *all = rest != NULL ? PySequence_Concat(head, rest) : NULL, *result = NULL;
+    GCK_SCOPED gck_frame *frame = preserve < 0 || check_options(state, o, kwargs) < 0 ? NULL : gck_frame_new(state);
+    GCK_SCOPED PyObject *apply = frame != NULL ? PyObject_GetAttrString(state->CheckpointFunction, "apply") : NULL;
+    GCK_SCOPED PyObject *rest = apply != NULL ? gck_tuple(args, nargs) : NULL;
+    GCK_SCOPED PyObject *head = rest == NULL ? NULL
+                              : Py_BuildValue("(O(ii)O)", (PyObject *)frame, preserve, o->exact, Py_None);
+    GCK_SCOPED PyObject *all = head != NULL ? PySequence_Concat(head, rest) : NULL;
 
-    if (all != NULL) {
-        frame->function = Py_NewRef(o->function);
-        frame->once = Py_XNewRef(o->once);
-        frame->node.reentrant = 1;
-        result = PyObject_Call(apply, all, NULL);
+    if (all == NULL) {
+        return NULL;
     }
-    Py_XDECREF(apply);
-    Py_XDECREF(head);
-    Py_XDECREF(rest);
-    Py_XDECREF(all);
-    Py_XDECREF((PyObject *)frame);
-    return result;
+    frame->function = Py_NewRef(o->function);
+    frame->once = Py_XNewRef(o->once);
+    frame->node.reentrant = 1;
+    return PyObject_Call(apply, all, NULL);
 }
 
 /* ---- SelectiveRecompute.apply ---- */
@@ -244,9 +217,8 @@ static int take_options(gck_state *state, PyObject *kwargs, gck_plan *plan, PyOb
         return -1;
     }
     if (plan->fake_quantize) {
-        PyErr_SetString(PyExc_ValueError, "gradckpt: SelectiveRecompute takes no fake_quantize=; "
-                                          "use gradckpt.checkpoint");
-        return -1;
+        return gck_done(PyErr_Format(PyExc_ValueError, "gradckpt: SelectiveRecompute takes no fake_quantize=; "
+                                                       "use gradckpt.checkpoint"));
     }
     return 0;
 }
@@ -255,24 +227,21 @@ static int take_options(gck_state *state, PyObject *kwargs, gck_plan *plan, PyOb
 static int take_policy(gck_frame *frame, PyObject *policy)
 {
     gck_state *state = frame->state;
-    PyObject *read, *names, *function;
-    int ok;
+    PyObject *names, *function;
 
     if (policy == Py_None) {
         return 0;
     }
-    read = PyObject_CallFunction(state->py.call.selective_policy, "(O)", policy);
-    if (read == NULL) {
+    GCK_SCOPED PyObject *read = PyObject_CallFunction(state->py.call.selective_policy, "(O)", policy);
+    if (read == NULL || !PyArg_ParseTuple(read, "O!O", state->OpPolicy, &names, &function)) {
         return -1;
     }
-    ok = PyArg_ParseTuple(read, "O!O", state->OpPolicy, &names, &function);
-    if (ok && (((gck_op_policy *)names)->n > 0 || function != Py_None)) {
-        frame->store = gck_op_storage_new(state, (gck_op_policy *)names, 0, 0);
-        frame->node.policy_fn = function != Py_None ? Py_NewRef(function) : NULL;
-        ok = frame->store != NULL;
+    if (((gck_op_policy *)names)->n == 0 && function == Py_None) {
+        return 0;
     }
-    Py_DECREF(read);
-    return ok ? 0 : -1;
+    frame->store = gck_op_storage_new(state, (gck_op_policy *)names, 0, 0);
+    frame->node.policy_fn = function != Py_None ? Py_NewRef(function) : NULL;
+    return frame->store != NULL ? 0 : -1;
 }
 
 static int refuse_functorch(const gck_py *py)
@@ -289,30 +258,22 @@ static int refuse_functorch(const gck_py *py)
 /* apply(function, policy, *args, **kwargs); kwargs is owned by this call, or NULL. */
 static PyObject *apply_selective(gck_state *state, PyObject *const *all, Py_ssize_t nall, PyObject *kwargs)
 {
-    gck_packing packing = {.state = state, .nested = 1};
-    gck_frame *frame = gck_frame_new(state);
-    PyObject *tensors = NULL, *result = NULL, *place = NULL;
+    GCK_CLEARED_BY(gck_packing_end) gck_packing packing = {.state = state, .nested = 1};
+    GCK_SCOPED gck_frame *frame = gck_frame_new(state);
+    GCK_SCOPED PyObject *tensors = NULL, *place = NULL;
 
     if (frame == NULL || take_options(state, kwargs, &packing.plan, &place) < 0 || refuse_functorch(&state->py) < 0) {
-        goto exit;
+        return NULL;
     }
     kwargs = kwargs != NULL && PyDict_Size(kwargs) > 0 ? kwargs : NULL;
     frame->function = Py_NewRef(all[0]);
     frame->once = Py_NewRef(Py_None);
     if (!gck_torch.aoti_torch_grad_mode_is_enabled()) {
-        PyObject *tuple = gck_tuple(all + 2, nall - 2);
-        result = tuple != NULL ? PyObject_Call(frame->function, tuple, kwargs) : NULL;
-        Py_XDECREF(tuple);
-    } else if (take_policy(frame, all[1]) == 0) {
-        tensors = call(frame, &packing, all + 2, nall - 2, kwargs);
-        result = tensors != NULL ? assemble(frame, tensors) : NULL;
+        GCK_SCOPED PyObject *tuple = gck_tuple(all + 2, nall - 2);
+        return tuple != NULL ? PyObject_Call(frame->function, tuple, kwargs) : NULL;
     }
-
-exit:
-    Py_XDECREF(tensors);
-    Py_XDECREF(place);
-    Py_XDECREF((PyObject *)frame);
-    return result;
+    tensors = take_policy(frame, all[1]) == 0 ? call(frame, &packing, all + 2, nall - 2, kwargs) : NULL;
+    return tensors != NULL ? assemble(frame, tensors) : NULL;
 }
 
 /* Run the forward uncompiled. */
@@ -320,22 +281,23 @@ static PyObject *apply(PyObject *module, PyObject *const *all, Py_ssize_t nall, 
 {
     gck_state *state = gck_state_of(module);
     const Py_ssize_t nkw = kwnames != NULL ? PyTuple_Size(kwnames) : 0;
-    PyObject *kwargs = nkw > 0 ? PyDict_New() : NULL, *dynamo, *result = NULL;
+    GCK_SCOPED PyObject *kwargs = nkw > 0 ? PyDict_New() : NULL;
+    PyObject *dynamo, *result;
 
     if (nall < 2) {
-        PyErr_SetString(PyExc_TypeError, "gradckpt: SelectiveRecompute.apply(function, policy, *args) "
-                                         "takes a function and a policy");
+        return PyErr_Format(PyExc_TypeError, "gradckpt: SelectiveRecompute.apply(function, policy, *args) "
+                                             "takes a function and a policy");
     }
     for (Py_ssize_t i = 0; kwargs != NULL && i < nkw; i++) {
         if (PyDict_SetItem(kwargs, PyTuple_GetItem(kwnames, i), all[nall + i]) < 0) {
             Py_CLEAR(kwargs);
         }
     }
-    if (nall >= 2 && (kwargs != NULL || nkw == 0) && gck_dynamo_off(&state->py, &dynamo) == 0) {
-        result = apply_selective(state, all, nall, kwargs);
-        gck_dynamo_restore(&state->py, dynamo);
+    if ((kwargs == NULL && nkw > 0) || gck_dynamo_off(&state->py, &dynamo) < 0) {
+        return NULL;
     }
-    Py_XDECREF(kwargs);
+    result = apply_selective(state, all, nall, kwargs);
+    gck_dynamo_restore(&state->py, dynamo);
     return result;
 }
 
@@ -348,18 +310,17 @@ static PyMethodDef backward_def = {"backward", (PyCFunction)(void (*)(void))gck_
 
 int gck_node_classes(PyObject *module, gck_state *state)
 {
-    PyObject *made = gck_invoke(state->py.node_classes,
-                              Py_BuildValue("(NNNs)", PyCFunction_NewEx(&forward_def, module, NULL),
-                                            PyCFunction_NewEx(&backward_def, module, NULL),
-                                            PyCFunction_NewEx(&apply_def, module, NULL), selective_doc));
+    GCK_SCOPED PyObject *made = gck_invoke(state->py.node_classes,
+                                         Py_BuildValue("(NNNs)", PyCFunction_NewEx(&forward_def, module, NULL),
+                                                       PyCFunction_NewEx(&backward_def, module, NULL),
+                                                       PyCFunction_NewEx(&apply_def, module, NULL), selective_doc));
     PyObject *reentrant, *selective, *autograds;
-    const int good = made != NULL && PyArg_ParseTuple(made, "OOO", &reentrant, &selective, &autograds);
 
-    if (good) {
-        state->CheckpointFunction = Py_NewRef(reentrant);
-        state->SelectiveRecompute = Py_NewRef(selective);
-        state->selective_apply = Py_NewRef(autograds);
+    if (made == NULL || !PyArg_ParseTuple(made, "OOO", &reentrant, &selective, &autograds)) {
+        return -1;
     }
-    Py_XDECREF(made);
-    return good ? 0 : -1;
+    state->CheckpointFunction = Py_NewRef(reentrant);
+    state->SelectiveRecompute = Py_NewRef(selective);
+    state->selective_apply = Py_NewRef(autograds);
+    return 0;
 }

@@ -13,18 +13,15 @@
 PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted)
 {
     const int single = gck_is_tensor(py, out);
-    PyObject *both, *tensors;
 
     if (single != 0) {
         return single < 0 ? NULL : PyTuple_Pack(1, out);
     }
-    both = PyObject_CallFunction(py->call.tensors_of, "(O)", out);
-    tensors = both != NULL ? PySequence_GetItem(both, 0) : NULL;
+    GCK_SCOPED PyObject *both = PyObject_CallFunction(py->call.tensors_of, "(O)", out);
     if (both != NULL && noted != NULL) {
         noted->node.outputs = PySequence_GetItem(both, 1);
     }
-    Py_XDECREF(both);
-    return tensors;
+    return both != NULL ? PySequence_GetItem(both, 0) : NULL;
 }
 
 /* Run the region again, with grad.  New reference: the sequence of results to differentiate.
@@ -32,7 +29,7 @@ PyObject *gck_node_tensors(const gck_py *py, PyObject *out, gck_frame *noted)
 static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
 {
     gck_state *state = frame->state;
-    PyObject *args = NULL, *kwargs = NULL, *out = NULL, *tensors, *next = PyObject_GetIter(saved);
+    GCK_SCOPED PyObject *args = NULL, *kwargs = NULL, *out = NULL, *next = PyObject_GetIter(saved);
     gck_recompute_env env;
 
     if (next != NULL && gck_region_restore(frame, next, inputs, &args, &kwargs) == 0
@@ -42,16 +39,9 @@ static PyObject *run_again(gck_frame *frame, PyObject *saved, PyObject *inputs)
             Py_CLEAR(out);
         }
     }
-    Py_XDECREF(next);
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
     /* torch's form pairs every result by position. */
-    if (out == NULL || (frame->node.reentrant && gck_is_tensor(&state->py, out) == 0)) {
-        return out;
-    }
-    tensors = gck_node_tensors(&state->py, out, NULL);
-    Py_DECREF(out);
-    return tensors;
+    return out == NULL || (frame->node.reentrant && gck_is_tensor(&state->py, out) == 0)
+         ? gck_give(&out) : gck_node_tensors(&state->py, out, NULL);
 }
 
 /* Put outputs that require grad and their incoming gradients into two lists.  0 or -1. */
@@ -63,16 +53,15 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
     int status = n < 0 ? -1 : 0, asked = 0;
 
     if (n >= 0 && n != ngrads && !frame->node.reentrant) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "gradckpt: SelectiveRecompute got %zd tensors from the forward and %zd from the "
-                     "recompute; the region must return as many", ngrads, n);
-        return -1;
+        return gck_done(PyErr_Format(PyExc_RuntimeError,
+                                     "gradckpt: SelectiveRecompute got %zd tensors from the forward and %zd from the "
+                                     "recompute; the region must return as many", ngrads, n));
     }
     for (Py_ssize_t i = 0; i < ngrads; i++) {
         asked |= grads[i] != Py_None;
     }
     for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
-        PyObject *x = PySequence_GetItem(outputs, i);
+        GCK_SCOPED PyObject *x = PySequence_GetItem(outputs, i);
         const int tensor = x == NULL ? -1 : i < ngrads && grads[i] == Py_None ? 0 : gck_is_tensor(py, x);
         const int grad = tensor > 0 ? gck_attr_is_true(x, py->names.requires_grad) : tensor;
         if (grad > 0 && i >= ngrads) {
@@ -83,7 +72,6 @@ static int pair_outputs(gck_frame *frame, PyObject *outputs, PyObject *const *gr
         } else if (i >= ngrads || PyList_Append(roots, x) < 0 || PyList_Append(root_grads, grads[i]) < 0) {
             status = -1;
         }
-        Py_XDECREF(x);
     }
     if (status == 0 && PyList_Size(roots) == 0 && asked) {
         status = gck_raise_torchs(py, "no_grad_output");
@@ -131,9 +119,8 @@ static int any_hooks(const gck_py *py, PyObject *parameters)
     int found = 0;
 
     for (Py_ssize_t i = 0; found == 0 && i < PyList_Size(parameters); i++) {
-        PyObject *hooks = PyObject_GetAttr(PyList_GetItem(parameters, i), py->names._backward_hooks);
+        GCK_SCOPED PyObject *hooks = PyObject_GetAttr(PyList_GetItem(parameters, i), py->names._backward_hooks);
         found = hooks == NULL ? -1 : hooks != Py_None;
-        Py_XDECREF(hooks);
     }
     return found;
 }
@@ -145,23 +132,20 @@ static PyObject *capture(gck_frame *frame, PyObject *roots, PyObject *grads, PyO
 {
     const gck_py *py = &frame->state->py;
     const int hooks = check_leaves(frame, roots, targets) < 0 ? -1 : any_hooks(py, frame->node.parameters_in);
-    PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets), *result = NULL;
+    GCK_SCOPED PyObject *inputs = hooks < 0 ? NULL : PyList_AsTuple(targets);
 
-    if (inputs != NULL && hooks) {
-        result = PyObject_CallFunction(py->call.capture, "OOOOO", py->run_backward, roots, grads, inputs,
-                                       frame->node.parameters_in);
-    } else if (inputs != NULL) {
-        result = PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True,
-                                              Py_False, NULL);
-    }
-    Py_XDECREF(inputs);
-    return result;
+    return inputs == NULL ? NULL
+         : hooks ? PyObject_CallFunction(py->call.capture, "OOOOO", py->run_backward, roots, grads, inputs,
+                                         frame->node.parameters_in)
+         : PyObject_CallFunctionObjArgs(py->run_backward, roots, grads, Py_False, Py_False, inputs, Py_True, Py_False,
+                                        NULL);
 }
 
 /* The same, by a backward that accumulates in every leaf. */
 static PyObject *accumulate(gck_frame *frame, PyObject *roots, PyObject *grads, PyObject *targets)
 {
-    PyObject *none = PyTuple_New(0), *list = NULL;
+    GCK_SCOPED PyObject *none = PyTuple_New(0);
+    PyObject *list = NULL;
 
     if (none != NULL && gck_done(PyObject_CallFunctionObjArgs(frame->state->py.run_backward, roots, grads, Py_False,
                                                               Py_False, none, Py_True, Py_True, NULL)) == 0) {
@@ -170,7 +154,6 @@ static PyObject *accumulate(gck_frame *frame, PyObject *roots, PyObject *grads, 
     for (Py_ssize_t i = 0; list != NULL && i < PyList_Size(targets); i++) {
         gck_add_item(&list, PyObject_GetAttrString(PyList_GetItem(targets, i), "grad"));
     }
-    Py_XDECREF(none);
     return list;
 }
 
@@ -218,56 +201,47 @@ static int check_valid(const gck_frame *frame)
     return truth > 0 ? 0 : -1;
 }
 
-/* New reference: gradients of the targets, from the outputs that require grad now; NULL without an
- * exception: no output requires grad. */
-static PyObject *gradients(gck_frame *frame, PyObject *outputs, PyObject *const *grads, Py_ssize_t ngrads,
+/* New reference: gradients of the targets, from the outputs that require grad now, which are let go before the
+ * backward runs; NULL without an exception: no output requires grad. */
+static PyObject *gradients(gck_frame *frame, PyObject **outputs, PyObject *const *grads, Py_ssize_t ngrads,
                            PyObject *targets)
 {
-    PyObject *roots = PyList_New(0), *root_grads = PyList_New(0), *found = NULL;
+    GCK_SCOPED PyObject *roots = PyList_New(0), *root_grads = PyList_New(0);
     int status = roots != NULL && root_grads != NULL
-        ? pair_outputs(frame, outputs, grads, ngrads, roots, root_grads) : -1;
+        ? pair_outputs(frame, *outputs, grads, ngrads, roots, root_grads) : -1;
 
-    Py_DECREF(outputs);
+    Py_CLEAR(*outputs);
     roots = gck_as_tuple(roots);
     root_grads = gck_as_tuple(root_grads);
-    if (status == 0 && roots != NULL && root_grads != NULL && PyTuple_Size(roots) > 0) {
-        found = (frame->node.parameters_in != NULL ? capture : accumulate)(frame, roots, root_grads, targets);
-    }
-    Py_XDECREF(roots);
-    Py_XDECREF(root_grads);
-    return found;
+    return status < 0 || roots == NULL || root_grads == NULL || PyTuple_Size(roots) == 0 ? NULL
+         : (frame->node.parameters_in != NULL ? capture : accumulate)(frame, roots, root_grads, targets);
 }
 
 /* New reference: the result of backward, for a frame that is complete. */
 static PyObject *differentiate(gck_frame *frame, PyObject *saved, PyObject *const *grads, Py_ssize_t ngrads)
 {
-    PyObject *inputs = PyList_New(0), *outputs = inputs != NULL ? run_again(frame, saved, inputs) : NULL;
-    PyObject *targets = NULL, *found = NULL, *all = NULL, *result = NULL;
+    GCK_SCOPED PyObject *inputs = PyList_New(0), *outputs = inputs != NULL ? run_again(frame, saved, inputs) : NULL;
+    GCK_SCOPED PyObject *targets = NULL, *found = NULL, *all = NULL;
 
     if (outputs == NULL
         || (frame->node.parameters_in != NULL
             && PyList_SetSlice(inputs, PyList_Size(inputs), PyList_Size(inputs), frame->node.parameters_in) < 0)
         || (targets = targets_of(frame, inputs)) == NULL) {
-        Py_XDECREF(outputs);
-    } else if (frame->node.parameters_in != NULL && PyList_Size(targets) == 0) {
-        Py_DECREF(outputs);                      /* all were frozen since the forward: no gradient, and no error */
-    } else {
-        found = gradients(frame, outputs, grads, ngrads, targets);
+        return NULL;
+    }
+    /* where all were frozen since the forward: no gradient, and no error */
+    if (frame->node.parameters_in == NULL || PyList_Size(targets) > 0) {
+        found = gradients(frame, &outputs, grads, ngrads, targets);
     }
     if (found != NULL && !frame->node.reentrant && gck_torch.aoti_torch_grad_mode_is_enabled()) {
-        PyObject *exact = found;
+        GCK_SCOPED PyObject *exact = found;
         found = PyObject_CallFunction(frame->state->py.call.barred, "(O)", exact);
-        Py_DECREF(exact);
     }
-    if (!PyErr_Occurred()) {
-        all = frame->node.reentrant ? spread(frame, inputs) : Py_NewRef(inputs);
-        result = all != NULL ? collect(all, targets, found) : NULL;
+    if (PyErr_Occurred()) {
+        return NULL;
     }
-    Py_XDECREF(all);
-    Py_XDECREF(inputs);
-    Py_XDECREF(targets);
-    Py_XDECREF(found);
-    return result;
+    all = frame->node.reentrant ? spread(frame, inputs) : Py_NewRef(inputs);
+    return all != NULL ? collect(all, targets, found) : NULL;
 }
 
 /* The graph is kept, or its saved tensors die now and the frame with them.  0 or -1. */
@@ -282,7 +256,8 @@ PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t n
 {
     gck_state *state = gck_state_of(module);
     const gck_py *py = &state->py;
-    PyObject *op = nall >= 1 ? PyObject_GetAttr(all[0], py->names.frame) : NULL, *saved = NULL, *result = NULL;
+    GCK_SCOPED PyObject *op = nall >= 1 ? PyObject_GetAttr(all[0], py->names.frame) : NULL;
+    GCK_SCOPED PyObject *saved = NULL, *result = NULL;
     gck_frame *frame = op != NULL && Py_TYPE(op) == state->Frame ? (gck_frame *)op : NULL;
 
     /* Where the graph was freed, saved_tensors raises autograd's own error, also when it is
@@ -291,17 +266,12 @@ PyObject *gck_node_backward(PyObject *module, PyObject *const *all, Py_ssize_t n
         saved = PyObject_GetAttr(all[0], py->names.saved_tensors);
     }
     if (saved == NULL || frame == NULL || frame->args == NULL) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; "
+        return PyErr_Occurred() ? NULL
+             : PyErr_Format(PyExc_RuntimeError, "gradckpt: this checkpointed region was already collected as garbage; "
                                                 "keep its output");
-        }
-    } else if (gck_region_note_step(state) == 0 && gck_region_note_create_graph(frame) == 0) {
-        result = differentiate(frame, saved, all + 1, nall - 1);
-        if (result != NULL && release(py, all[0]) < 0) {
-            Py_CLEAR(result);
-        }
     }
-    Py_XDECREF(saved);
-    Py_XDECREF(op);
-    return result;
+    if (gck_region_note_step(state) == 0 && gck_region_note_create_graph(frame) == 0) {
+        result = differentiate(frame, saved, all + 1, nall - 1);
+    }
+    return result == NULL || release(py, all[0]) < 0 ? NULL : gck_give(&result);
 }

@@ -70,13 +70,12 @@ int gck_running_enter(gck_running *r, gck_frame *frame, const gck_hooks *hooks, 
 
 void gck_running_leave(gck_running *r)
 {
-    PyObject *ended = r->ended;
-    gck_error error;
-
     innermost = r->outer;
     if (r->outer != NULL) {
         return;
     }
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();      /* what dies may run Python */
+    GCK_SCOPED PyObject *ended = r->ended;
     r->frame->exact = 0;
     r->ended = NULL;
     for (Py_ssize_t i = 0; ended != NULL && i < PyList_Size(ended); i++) {
@@ -85,9 +84,6 @@ void gck_running_leave(gck_running *r)
             ((gck_frame *)each)->exact = 0;
         }
     }
-    error = gck_error_take();                    /* what dies may run Python */
-    Py_XDECREF(ended);
-    gck_error_return(&error);
 }
 
 /* *r: the region that receives what this thread saves now, borrowed; NULL: none.  The innermost region
@@ -96,21 +92,14 @@ void gck_running_leave(gck_running *r)
 static int receiving(const gck_state *state, const gck_running **r)
 {
     gck_hooks_owner owner;
-    PyObject *self, *top;
+    PyObject *self;
+    GCK_SCOPED PyObject *top = innermost != NULL ? gck_innermost_hooks(state, &owner, &self) : Py_NewRef(Py_None);
+    const int others = innermost != NULL && top != NULL
+        && (owner == GCK_HOOKS_TORCHS_REGION
+            || (owner == GCK_HOOKS_REGION && innermost->hooks != NULL && self != innermost->hooks->pack));
 
-    *r = innermost;
-    if (innermost == NULL) {
-        return 0;
-    }
-    if ((top = gck_innermost_hooks(state, &owner, &self)) == NULL) {
-        return -1;
-    }
-    if (owner == GCK_HOOKS_TORCHS_REGION
-        || (owner == GCK_HOOKS_REGION && innermost->hooks != NULL && self != innermost->hooks->pack)) {
-        *r = NULL;
-    }
-    Py_DECREF(top);
-    return 0;
+    *r = others ? NULL : innermost;
+    return top == NULL ? -1 : 0;
 }
 
 /* (the region's calls, replay, preserve_rng_state, approximate, tensors saved so far, pack, unpack), the hooks None
@@ -118,7 +107,7 @@ static int receiving(const gck_state *state, const gck_running **r)
 PyObject *gck_running_region(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const gck_running *r;
-    PyObject *pack, *unpack, *result = NULL;
+    GCK_SCOPED PyObject *pack = NULL, *unpack = NULL;
 
     if (receiving(gck_state_of(module), &r) < 0) {
         return NULL;
@@ -131,14 +120,10 @@ PyObject *gck_running_region(PyObject *module, PyObject *Py_UNUSED(unused))
     }
     pack = r->hooks != NULL ? Py_NewRef(r->hooks->pack) : Py_NewRef(Py_None);
     unpack = r->hooks != NULL ? PyCFunction_New(r->hooks->unpack, r->hooks->pack) : Py_NewRef(Py_None);
-    if (pack != NULL && unpack != NULL) {
-        result = Py_BuildValue("(OOOOnOO)", r->frame->calls, r->replay ? Py_True : Py_False,
-                               r->frame->ambient.cpu_rng != NULL ? Py_True : Py_False,
-                               gck_is_approximate(r->frame) ? Py_True : Py_False, r->frame->nslots, pack, unpack);
-    }
-    Py_XDECREF(pack);
-    Py_XDECREF(unpack);
-    return result;
+    return pack == NULL || unpack == NULL ? NULL
+         : Py_BuildValue("(OOOOnOO)", r->frame->calls, r->replay ? Py_True : Py_False,
+                         r->frame->ambient.cpu_rng != NULL ? Py_True : Py_False,
+                         gck_is_approximate(r->frame) ? Py_True : Py_False, r->frame->nslots, pack, unpack);
 }
 
 /* 1 when the policy keeps named outputs compressed. */
@@ -176,14 +161,12 @@ PyObject *gck_hooks_around_region(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const gck_state *state = gck_state_of(module);
     gck_hooks_owner owner;
-    PyObject *self, *found = innermost != NULL && innermost->hooks != NULL
+    PyObject *self;
+    GCK_SCOPED PyObject *found = innermost != NULL && innermost->hooks != NULL
         ? gck_hooks_beneath(state, innermost->hooks->pack, &owner) : gck_innermost_hooks(state, &owner, &self);
 
-    if (found != NULL && (owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION)) {
-        Py_DECREF(found);
-        Py_RETURN_NONE;
-    }
-    return found;
+    return found != NULL && (owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION)
+         ? Py_NewRef(Py_None) : gck_give(&found);
 }
 
 PyObject *gck_cpu_rng_state(PyObject *module, PyObject *Py_UNUSED(unused))

@@ -15,12 +15,11 @@ enum { MOST_LOOKS = 4 };           /* regions of a kind that died unjudged, as i
  * the class of anything else that is called.  0 or -1. */
 static int kind_of(const gck_py *py, PyObject *function, gck_kind *kind)
 {
-    PyObject *f = Py_NewRef(function), *next, *self;
+    GCK_SCOPED PyObject *f = Py_NewRef(function), *self = NULL;
 
     while (f != NULL && (PyObject *)Py_TYPE(f) == py->partial) {
-        next = PyObject_GetAttr(f, py->names.func);
-        Py_DECREF(f);
-        f = next;
+        GCK_SCOPED PyObject *around = f;
+        f = PyObject_GetAttr(around, py->names.func);
     }
     if (f == NULL) {
         return -1;
@@ -31,11 +30,9 @@ static int kind_of(const gck_py *py, PyObject *function, gck_kind *kind)
         self = PyObject_GetAttr(f, py->names.__self__);
         kind->of = self != NULL ? Py_NewRef((PyObject *)Py_TYPE(self)) : NULL;
         kind->method = self != NULL ? gck_optional_attribute(f, py->names.__code__) : NULL;    /* of its function */
-        Py_XDECREF(self);
     } else {
         kind->of = Py_NewRef((PyObject *)Py_TYPE(f));
     }
-    Py_DECREF(f);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -49,11 +46,10 @@ static void clear_kind(gck_kind *kind)
  * The references of the row are strong, as an address may serve another function later. */
 static gck_kind *row_of(gck_state *state, PyObject *function, const gck_codec *codec)
 {
-    gck_kind kind = {.codec = codec};
+    GCK_CLEARED_BY(clear_kind) gck_kind kind = {.codec = codec};
     gck_kind *row = NULL;
 
     if (kind_of(&state->py, function, &kind) < 0) {
-        clear_kind(&kind);
         return NULL;
     }
     for (int i = state->kinds_from; row == NULL && i < state->nkinds; i++) {
@@ -63,8 +59,7 @@ static gck_kind *row_of(gck_state *state, PyObject *function, const gck_codec *c
     if (row == NULL && state->nkinds < GCK_NKINDS) {
         row = &state->kinds[state->nkinds++];
         *row = kind;
-    } else {
-        clear_kind(&kind);
+        kind = (gck_kind){.codec = codec};
     }
     return row;
 }
@@ -83,8 +78,7 @@ PyObject *gck_sample_anew(PyObject *module, PyObject *on)
         return NULL;
     }
     while (state->nkinds > state->kinds_from) {
-        gck_kind dropped = state->kinds[--state->nkinds];
-        clear_kind(&dropped);
+        GCK_CLEARED_BY(clear_kind) gck_kind dropped = state->kinds[--state->nkinds];
     }
     state->kinds_from = (int)before;
     Py_RETURN_NONE;
@@ -112,17 +106,15 @@ int gck_samples_begin(gck_samples *s, PyObject *function, const gck_codec *codec
 /* Call a method with its arguments, taken over, by operators that no store and no mode sees.  Its truth, or -1. */
 static int call_hidden(gck_samples *s, const char *method, PyObject *args)
 {
-    PyObject *taken = Py_NewRef(s->taken), *modes;
-    int status = gck_hide_begin(s->state, &modes);
+    GCK_SCOPED PyObject *taken = Py_NewRef(s->taken);
+    PyObject *modes;
 
-    if (status < 0) {
+    if (gck_hide_begin(s->state, &modes) < 0) {
         Py_XDECREF(args);
-    } else {
-        status = gck_is_true(gck_method(taken, method, args));
-        status = gck_hide_end(s->state, modes) < 0 ? -1 : status;
+        return -1;
     }
-    Py_DECREF(taken);
-    return status;
+    const int truth = gck_is_true(gck_method(taken, method, args));
+    return gck_hide_end(s->state, modes) < 0 ? -1 : truth;
 }
 
 int gck_samples_note(gck_samples *s, const char *method, Py_ssize_t slot, PyObject *x)
@@ -159,17 +151,14 @@ int gck_samples_returned(gck_samples *s, PyObject *frame, PyObject *result, int6
 
 int gck_samples_decide(gck_samples *s)
 {
+    GCK_SCOPED PyObject *taken = Py_XNewRef(s->taken);
     gck_samples mine = *s;
-    int status;
 
-    if (mine.taken == NULL) {
+    if (taken == NULL) {
         return 0;
     }
-    Py_INCREF(mine.taken);
     close_kind(s, 1);
-    status = call_hidden(&mine, "judge", PyTuple_New(0));
-    Py_DECREF(mine.taken);
-    return status;
+    return call_hidden(&mine, "judge", PyTuple_New(0));
 }
 
 void gck_samples_clear(gck_samples *s)

@@ -28,18 +28,14 @@ static int shared_size(gck_state *state, PyObject *node, int kind, int n, int64_
 {
     const gck_saved_row *row = gck_saved_row_of(kind, n);
     const size_t length = strlen(row->argument);
-    gck_saved_tensor *saved = gck_node_saved(state, node, kind, n);
-    PyObject *shape;
-    Py_ssize_t ndim;
+    GCK_SCOPED gck_saved_tensor *saved = gck_node_saved(state, node, kind, n);
 
     *size = INT64_MAX;
     if (saved == NULL || saved->form.entry.kind == GCK_PACKED_OBJECT) {
-        Py_XDECREF((PyObject *)saved);
         return PyErr_Occurred() ? -1 : 0;
     }
-    shape = PyObject_GetAttr(saved->form.entry.value, state->py.names.shape);
-    Py_DECREF((PyObject *)saved);
-    ndim = shape != NULL ? PySequence_Size(shape) : -1;
+    GCK_SCOPED PyObject *shape = PyObject_GetAttr(saved->form.entry.value, state->py.names.shape);
+    const Py_ssize_t ndim = shape != NULL ? PySequence_Size(shape) : -1;
     if (ndim >= 2 && row->family == GCK_CONVOLUTION) {           /* of a weight: what one result comes from */
         *size = strcmp(row->argument, "weight") == 0 ? 1 : INT64_MAX;
         for (Py_ssize_t d = 1; *size > 0 && *size < INT64_MAX && d < ndim; d++) {     /* -1: it refuses */
@@ -49,7 +45,6 @@ static int shared_size(gck_state *state, PyObject *node, int kind, int n, int64_
         const int second = row->argument[0] > '9' && row->argument[length - 1] == '2';     /* mat2, of a product */
         *size = gck_as_int64(PySequence_GetItem(shape, second ? ndim - 2 : ndim - 1));
     }
-    Py_XDECREF(shape);
     return PyErr_Occurred() ? gck_clear_refusal() : 0;
 }
 
@@ -140,12 +135,9 @@ int gck_use_behind(gck_state *state, PyObject *node, int kind, PyObject *edge, P
 /* 1 when the node has a weight that needs a gradient: behind its second edge; 0; -1. */
 static int has_weight(gck_state *state, PyObject *node)
 {
-    PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
-    const int has = edges == NULL ? -1
-                  : PyTuple_Size(edges) > 1 && PyTuple_GetItem(PyTuple_GetItem(edges, 1), 0) != Py_None;
-
-    Py_XDECREF(edges);
-    return has;
+    GCK_SCOPED PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
+    return edges == NULL ? -1
+         : PyTuple_Size(edges) > 1 && PyTuple_GetItem(PyTuple_GetItem(edges, 1), 0) != Py_None;
 }
 
 int gck_use_matters(gck_state *state, PyObject *node, int kind)
@@ -188,7 +180,7 @@ static int is_steep_by(gck_state *state, PyObject *node, int kind, Py_ssize_t in
 /* 1 when something steep made this node's result, value by value; 0; -1. */
 static int is_steep(gck_state *state, PyObject *node, int kind, walk *w)
 {
-    PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
+    GCK_SCOPED PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
     const gck_family family = kind >= 0 ? gck_saved_row_of(kind, 0)->family : GCK_NFAMILIES;
     const int passes = kind == GCK_NODE_VIEW || kind == GCK_NODE_PLAIN || kind == GCK_NODE_PEAK
                     || family == GCK_PRODUCT || family == GCK_ACTIVATION || (kind >= 0 && family == GCK_SIGN)
@@ -209,7 +201,6 @@ static int is_steep(gck_state *state, PyObject *node, int kind, walk *w)
             steep = is_steep(state, next, next_kind, w);
         }
     }
-    Py_XDECREF(edges);
     return steep;
 }
 

@@ -27,11 +27,8 @@ static int keep(const gck_saved_hooks *self, const gck_input *in, gck_saved_form
 {
     PyObject *x = in->leaf ? Py_NewRef(in->x)
                            : PyObject_CallMethodObjArgs(in->x, self->packing.state->py.names.detach, NULL);
-    gck_input plain = {.x = x};
-    const int status = x == NULL ? -1 : gck_pack_exactly(&self->packing, &plain, &to->entry);
-
-    gck_input_clear(&plain);
-    return status;
+    GCK_CLEARED_BY(gck_input_clear) gck_input plain = {.x = x};
+    return x == NULL ? -1 : gck_pack_exactly(&self->packing, &plain, &to->entry);
 }
 
 /* ---- what becomes a payload ---- */
@@ -59,10 +56,9 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     const gck_plan *plan = &self->packing.plan;
     const int stochastic = plan->stochastic && codec == plan->codec, outer = self->packing.outer;
     const int late = only_found && in->view.device >= 0;       /* a device proves it when it is too late */
-    gck_payload *first = outer || late ? NULL
-                       : gck_sharing_find(state, codec, in, stochastic, codec->max_error == 0, batch);
-    PyObject *payload = NULL;
-    gck_input own = *in;
+    GCK_SCOPED gck_payload *first = outer || late ? NULL
+                                  : gck_sharing_find(state, codec, in, stochastic, codec->max_error == 0, batch);
+    GCK_SCOPED PyObject *payload = NULL;
     gck_dither dither;
     gck_skip_reason skip = GCK_SKIP_OVERFLOW;
     int done = -1;
@@ -70,6 +66,7 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
     if (first == NULL && (only_found || PyErr_Occurred())) {
         return PyErr_Occurred() ? -1 : 0;
     }
+    GCK_CLEARED_BY(gck_input_clear) gck_input own = *in;
     /* A device may report overflow late, and until then the payload holds its original.  That must
      * not be a tensor whose node holds the payload. */
     own.x = codec->may_overflow ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : Py_NewRef(in->x);
@@ -88,9 +85,6 @@ static int encode(const gck_saved_hooks *self, const gck_codec *codec, gck_input
         to->entry = (gck_packed){GCK_PACKED_PAYLOAD, Py_NewRef(payload), 0, 0, NULL, 0};
         done = 1;
     }
-    gck_input_clear(&own);
-    Py_XDECREF(payload);
-    Py_XDECREF((PyObject *)first);
     return done;
 }
 
@@ -107,6 +101,7 @@ static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_
 {
     gck_py *py = &self->packing.state->py;
     /* Hooks around ours may run this again on a tensor that is no view: each has its own bytes. */
+    GCK_CLEARED_BY(gck_input_clear)
     gck_input whole = {.x = self->packing.outer ? Py_NewRef(Py_None) : PyObject_GetAttr(in->x, py->names._base)};
     gck_tensor view;
     int64_t offset;
@@ -120,17 +115,14 @@ static int encode_view(const gck_saved_hooks *self, const gck_codec *codec, gck_
         done = -1;
     } else if (reason == GCK_COMPRESS && keeps_strides(&whole.view) && lies_within(&view, &whole.view, &offset)) {
         /* One after the other: no attribute is read with an error set. */
-        PyObject *shape = PyObject_GetAttr(in->x, py->names.shape);
-        PyObject *stride = shape != NULL ? PyObject_CallMethod(in->x, "stride", NULL) : NULL;
+        GCK_SCOPED PyObject *shape = PyObject_GetAttr(in->x, py->names.shape);
+        GCK_SCOPED PyObject *stride = shape != NULL ? PyObject_CallMethod(in->x, "stride", NULL) : NULL;
         to->view = stride != NULL ? Py_BuildValue("(OOL)", shape, stride, (long long)offset) : NULL;
-        Py_XDECREF(shape);
-        Py_XDECREF(stride);
         done = to->view == NULL ? -1 : encode(self, codec, &whole, view.numel < whole.view.numel, to, why, batch);
     }
     if (done != 1) {
         Py_CLEAR(to->view);
     }
-    gck_input_clear(&whole);
     return done != 0 ? done : encode(self, codec, in, 0, to, why, batch);
 }
 
@@ -207,17 +199,16 @@ int gck_saved_form_store(const gck_saved_hooks *self, const gck_saved_as *as, gc
 int gck_saved_form_become(const gck_saved_hooks *self, gck_saved_tensor *saved, const gck_saved_as *as, gck_input *in,
                           int reason, gck_batch *batch)
 {
-    gck_saved_form made = {.storage = NULL}, old = made;
-    const int status = gck_saved_form_store(self, as, in, &made, reason, batch);
+    GCK_CLEARED_BY(gck_saved_form_clear) gck_saved_form made = {.storage = NULL};
 
-    if (status == 0) {
-        old = saved->form;
-        saved->form = made;
-        saved->epoch = self->packing.state->epoch;
-        made = old;
+    if (gck_saved_form_store(self, as, in, &made, reason, batch) < 0) {
+        return -1;
     }
-    gck_saved_form_clear(&made);
-    return status;
+    const gck_saved_form old = saved->form;
+    saved->form = made;
+    saved->epoch = self->packing.state->epoch;
+    made = old;
+    return 0;
 }
 
 int gck_saved_form_take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
@@ -225,7 +216,7 @@ int gck_saved_form_take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
     gck_state *state = self->packing.state;
     const gck_saved_as exact = {.codec = NULL};
     const gck_payload *payload;
-    gck_input whole, in = {.x = NULL};
+    GCK_CLEARED_BY(gck_input_clear) gck_input whole = {.x = NULL}, in = whole;
     const void *address = NULL;
     int64_t version;
     int status = 0, counted;
@@ -251,8 +242,6 @@ int gck_saved_form_take_back(const gck_saved_hooks *self, gck_saved_tensor *of)
             state->stats.eligible--;
         }
     }
-    gck_input_clear(&whole);
-    gck_input_clear(&in);
     return status;
 }
 
@@ -264,9 +253,8 @@ int gck_saved_form_hold(const gck_saved_hooks *self, const gck_saved_form *form)
 
     for (int i = 0; storage != NULL && status == 0 && (other = gck_saved_list_known(self->waiting, i)) != NULL; i++) {
         if (other->form.storage == storage) {
-            Py_INCREF((PyObject *)other);
+            GCK_SCOPED PyObject *held = Py_NewRef((PyObject *)other);
             status = gck_saved_form_take_back(self, other);
-            Py_DECREF((PyObject *)other);
         }
     }
     return status;

@@ -2,6 +2,7 @@
 #include "engine/saved/saved_formats.h"
 
 #include "gradckpt.h"
+#include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/tensor.h"
 #include "engine/saved/saved_held.h"
@@ -34,7 +35,8 @@ gck_saved_formats gck_saved_formats_of(const gck_codec *codec)
 
 int gck_saved_rule(const gck_saved_formats *formats, PyObject *node, const char *argument, const gck_codec **codec)
 {
-    PyObject *name = formats->rules != NULL ? PyType_GetName(Py_TYPE(node)) : NULL, *key = NULL, *rule = NULL;
+    GCK_SCOPED PyObject *name = formats->rules != NULL ? PyType_GetName(Py_TYPE(node)) : NULL, *key = NULL;
+    PyObject *rule = NULL;
     const char *written;
     int whole = 0;
 
@@ -49,8 +51,6 @@ int gck_saved_rule(const gck_saved_formats *formats, PyObject *node, const char 
     if (rule != NULL && rule != Py_None && (written = PyUnicode_AsUTF8AndSize(rule, NULL)) != NULL) {
         *codec = gck_codec_find(written);
     }
-    Py_XDECREF(key);
-    Py_XDECREF(name);
     return PyErr_Occurred() ? -1 : rule == NULL ? 0 : 1 + whole;
 }
 
@@ -58,7 +58,7 @@ int gck_saved_rule(const gck_saved_formats *formats, PyObject *node, const char 
 static int is_statistic(gck_state *state, PyObject *node, gck_input *in)
 {
     gck_tensor view;
-    PyObject *results = PyObject_GetAttr(node, state->py.names._input_metadata);
+    GCK_SCOPED PyObject *results = PyObject_GetAttr(node, state->py.names._input_metadata);
     const Py_ssize_t n = results != NULL ? PySequence_Size(results) : -1;
     int64_t whole = n < 0 ? -1 : 0;
     int reason;
@@ -71,9 +71,7 @@ static int is_statistic(gck_state *state, PyObject *node, gck_input *in)
             whole = own;
         }
     }
-    Py_XDECREF(results);
     reason = whole < 0 ? -1 : gck_view_of(&state->py, in->x, &view);
-
     return reason < 0 ? -1 : reason != GCK_COMPRESS || view.numel < whole / STATISTIC;
 }
 
@@ -99,8 +97,6 @@ int gck_saved_rule_of_function(gck_state *state, const gck_saved_formats *format
 static int give(gck_saved_formats *formats, const char *name, const char *codec)
 {
     const int family = gck_family_of(name);
-    PyObject *value;
-    int status;
 
     if (family >= 0) {
         formats->of[family] = codec != NULL ? gck_codec_find(codec) : NULL;
@@ -109,10 +105,8 @@ static int give(gck_saved_formats *formats, const char *name, const char *codec)
     if (formats->rules == NULL && (formats->rules = PyDict_New()) == NULL) {
         return -1;
     }
-    value = codec != NULL ? PyUnicode_FromString(codec) : Py_NewRef(Py_None);
-    status = value != NULL ? PyDict_SetItemString(formats->rules, name, value) : -1;
-    Py_XDECREF(value);
-    return status;
+    GCK_SCOPED PyObject *value = codec != NULL ? PyUnicode_FromString(codec) : Py_NewRef(Py_None);
+    return value != NULL ? PyDict_SetItemString(formats->rules, name, value) : -1;
 }
 
 int gck_saved_formats_read(PyObject *pairs, gck_saved_formats *formats)

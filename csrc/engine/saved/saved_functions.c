@@ -164,30 +164,25 @@ static int is_within(PyObject *module, const char *package)
 /* New reference: the name of the module that defines the node's Function. */
 static PyObject *module_of(const gck_py *py, PyObject *node)
 {
-    PyObject *type = PyObject_GetAttr(node, py->names._forward_cls);
-    PyObject *module = type != NULL ? PyObject_GetAttr(type, py->names.__module__) : NULL;
-
-    Py_XDECREF(type);
-    return module;
+    GCK_SCOPED PyObject *type = PyObject_GetAttr(node, py->names._forward_cls);
+    return type != NULL ? PyObject_GetAttr(type, py->names.__module__) : NULL;
 }
 
 int gck_function_of(const gck_py *py, PyObject *node, int first)
 {
-    PyObject *module = module_of(py, node);
-    PyObject *saved = module != NULL ? PyObject_GetAttr(node, py->names._raw_saved_tensors) : NULL;
+    GCK_SCOPED PyObject *module = module_of(py, node);
+    GCK_SCOPED PyObject *saved = module != NULL ? PyObject_GetAttr(node, py->names._raw_saved_tensors) : NULL;
     const Py_ssize_t n = saved != NULL ? PyTuple_Size(saved) : -1;
     int found = -1;
 
-    Py_XDECREF(saved);
+    Py_CLEAR(saved);
     if (n < 0) {                                 /* no Function after all, or a backward has freed it */
-        Py_XDECREF(module);
         return gck_clear_refusal() < 0 ? -2 : -1;
     }
     for (int i = first; found == -1 && i < NFUNCTIONS && strcmp(functions[i].node, functions[first].node) == 0; i++) {
         const int within = is_within(module, functions[i].package);
         found = within < 0 ? -2 : within && (functions[i].nsaved == 0 || functions[i].nsaved == n) ? i : -1;
     }
-    Py_DECREF(module);
     return found;
 }
 
@@ -195,7 +190,7 @@ int gck_function_of(const gck_py *py, PyObject *node, int first)
  * users' custom operators. */
 static int is_internal(const gck_py *py, PyObject *node)
 {
-    PyObject *module = module_of(py, node);
+    GCK_SCOPED PyObject *module = module_of(py, node);
     int internal = module == NULL ? gck_clear_refusal() : 0;
 
     for (int i = 0; module != NULL && internal == 0 && i < 2; i++) {
@@ -204,35 +199,29 @@ static int is_internal(const gck_py *py, PyObject *node)
     if (internal > 0 && is_within(module, "torch._library") > 0) {
         internal = 0;
     }
-    Py_XDECREF(module);
     return internal;
 }
 
 int gck_count_unknown_function(gck_state *state, PyObject *node, PyObject *x)
 {
     const int internal = is_internal(&state->py, node);
-    PyObject *name = internal == 0 ? PyType_GetName(Py_TYPE(node)) : NULL, *known = NULL, *next = NULL;
+    GCK_SCOPED PyObject *name = internal == 0 ? PyType_GetName(Py_TYPE(node)) : NULL, *known = NULL, *next = NULL;
     long long tensors = 0, bytes = 0;
     int64_t own = 0;
-    int status = name == NULL ? -1 : 0;
 
     if (internal != 0) {
         return internal < 0 ? -1 : 0;
     }
-    if (status == 0 && state->unknown_functions == NULL) {
-        status = (state->unknown_functions = PyDict_New()) == NULL ? -1 : 0;
+    if (name == NULL || (state->unknown_functions == NULL && (state->unknown_functions = PyDict_New()) == NULL)
+        || gck_count_bytes(&state->py, x, &own) < 0) {
+        return -1;
     }
-    status = status < 0 ? -1 : gck_count_bytes(&state->py, x, &own);
-    known = status == 0 ? Py_XNewRef(PyDict_GetItemWithError(state->unknown_functions, name)) : NULL;
-    if (known != NULL) {
-        status = PyArg_ParseTuple(known, "LL", &tensors, &bytes) ? 0 : -1;
+    known = Py_XNewRef(PyDict_GetItemWithError(state->unknown_functions, name));
+    if (PyErr_Occurred() || (known != NULL && !PyArg_ParseTuple(known, "LL", &tensors, &bytes))) {
+        return -1;
     }
-    next = status == 0 && !PyErr_Occurred() ? Py_BuildValue("(LL)", tensors + 1, bytes + (long long)own) : NULL;
-    status = next == NULL ? -1 : PyDict_SetItem(state->unknown_functions, name, next);
-    Py_XDECREF(name);
-    Py_XDECREF(known);
-    Py_XDECREF(next);
-    return status;
+    next = Py_BuildValue("(LL)", tensors + 1, bytes + (long long)own);
+    return next == NULL ? -1 : PyDict_SetItem(state->unknown_functions, name, next);
 }
 
 /* ---- for Python ---- */

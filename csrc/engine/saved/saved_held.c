@@ -22,21 +22,16 @@ int64_t gck_product_of(PyObject *sizes)
 
 int64_t gck_node_numel(const gck_py *py, PyObject *node, Py_ssize_t result)
 {
-    PyObject *list = PyObject_GetAttr(node, py->names._input_metadata);
-    PyObject *each = list != NULL ? PySequence_GetItem(list, result) : NULL;
-    PyObject *shape = each != NULL ? PyObject_GetAttr(each, py->names.shape) : NULL;
-
-    Py_XDECREF(each);
-    Py_XDECREF(list);
-    return gck_product_of(shape);
+    GCK_SCOPED PyObject *list = PyObject_GetAttr(node, py->names._input_metadata);
+    GCK_SCOPED PyObject *each = list != NULL ? PySequence_GetItem(list, result) : NULL;
+    return gck_product_of(each != NULL ? PyObject_GetAttr(each, py->names.shape) : NULL);
 }
 
 int gck_node_exponent(const gck_py *py, PyObject *node, double *exponent)
 {
-    PyObject *value = PyObject_GetAttr(node, py->names._saved_exponent);
+    GCK_SCOPED PyObject *value = PyObject_GetAttr(node, py->names._saved_exponent);
 
     *exponent = value != NULL ? PyFloat_AsDouble(value) : -1;
-    Py_XDECREF(value);
     return PyErr_Occurred() ? gck_clear_refusal() : 1;
 }
 
@@ -57,25 +52,21 @@ int gck_node_held(const gck_state *state, PyObject *node, PyObject *attribute, P
  * an exception.  data: taken over. */
 static gck_saved_tensor *ours(const gck_state *state, PyObject *data)
 {
-    PyObject *inner = NULL;
+    GCK_SCOPED PyObject *own = data, *inner = NULL;
 
-    if (data == NULL || Py_TYPE(data) == state->SavedTensor) {
-        return (gck_saved_tensor *)data;
+    if (own == NULL || Py_TYPE(own) == state->SavedTensor) {
+        return (gck_saved_tensor *)gck_give(&own);
     }
-    if (data != Py_None && (inner = PyObject_GetAttr(data, state->py.names.packed)) == NULL) {
+    if (own != Py_None && (inner = PyObject_GetAttr(own, state->py.names.packed)) == NULL) {
         gck_clear_refusal();
     }
-    Py_DECREF(data);
-    if (inner != NULL && Py_TYPE(inner) != state->SavedTensor) {
-        Py_CLEAR(inner);
-    }
-    return (gck_saved_tensor *)inner;
+    return inner != NULL && Py_TYPE(inner) == state->SavedTensor ? (gck_saved_tensor *)gck_give(&inner) : NULL;
 }
 
 PyObject *gck_function_saves(const gck_state *state, PyObject *node)
 {
     /* These refer to the node's own memory, so none of them may live while Python runs. */
-    PyObject *raw = PyObject_GetAttr(node, state->py.names._raw_saved_tensors), *all = PyList_New(0);
+    GCK_SCOPED PyObject *raw = PyObject_GetAttr(node, state->py.names._raw_saved_tensors), *all = PyList_New(0);
     const Py_ssize_t n = raw != NULL ? PyTuple_Size(raw) : 0;
     int status = all == NULL ? -1 : raw == NULL ? gck_clear_refusal() : 0;
 
@@ -84,11 +75,7 @@ PyObject *gck_function_saves(const gck_state *state, PyObject *node)
         status = data_of(state, Py_NewRef(PyTuple_GetItem(raw, place)), &data);
         status = status < 0 ? -1 : gck_append(all, data != NULL ? data : Py_NewRef(Py_None));
     }
-    Py_XDECREF(raw);
-    if (status < 0) {
-        Py_CLEAR(all);
-    }
-    return all;
+    return status < 0 ? NULL : gck_give(&all);
 }
 
 gck_saved_tensor *gck_function_saved(const gck_state *state, PyObject *all, Py_ssize_t place)
@@ -106,25 +93,20 @@ gck_saved_tensor *gck_node_saved_as(const gck_state *state, PyObject *node, PyOb
 gck_saved_tensor *gck_node_saved(const gck_state *state, PyObject *node, int kind, int n)
 {
     PyObject *attribute = gck_saved_attribute(state, kind, n);
-    PyObject *all = attribute == NULL ? gck_function_saves(state, node) : NULL;
-    gck_saved_tensor *saved = attribute != NULL ? gck_node_saved_as(state, node, attribute)
+    GCK_SCOPED PyObject *all = attribute == NULL ? gck_function_saves(state, node) : NULL;
+    return attribute != NULL ? gck_node_saved_as(state, node, attribute)
         : all != NULL ? gck_function_saved(state, all, strtol(gck_saved_row_of(kind, n)->argument, NULL, 10)) : NULL;
-
-    Py_XDECREF(all);
-    return saved;
 }
 
 Py_ssize_t gck_function_place(const gck_state *state, PyObject *node, const gck_saved_tensor *packed)
 {
-    PyObject *all = gck_function_saves(state, node);
+    GCK_SCOPED PyObject *all = gck_function_saves(state, node);
     const Py_ssize_t n = all != NULL ? PyList_Size(all) : 0;
     Py_ssize_t found = all != NULL ? -1 : -2;
 
     for (Py_ssize_t place = 0; found == -1 && place < n; place++) {
-        gck_saved_tensor *saved = gck_function_saved(state, all, place);
+        GCK_SCOPED gck_saved_tensor *saved = gck_function_saved(state, all, place);
         found = saved == packed ? place : saved == NULL && PyErr_Occurred() ? -2 : -1;
-        Py_XDECREF((PyObject *)saved);
     }
-    Py_XDECREF(all);
     return found;
 }

@@ -83,7 +83,7 @@ static int store_for_function(gck_saved_hooks *self, gck_input *in, int64_t numb
 /* Keep the tensor, or let it wait.  0 or -1. */
 static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t number, gck_saved_tensor *to)
 {
-    gck_saved_as as = {.codec = NULL};
+    GCK_CLEARED_BY(gck_saved_as_clear) gck_saved_as as = {.codec = NULL};
     const gck_py *py = &self->packing.state->py;
     const int64_t made = self->waiting != NULL && node != Py_None ? gck_node_number(py, node) : -1;
     const int late = made >= 0 && gck_saved_waiting_may_last(self->waiting);
@@ -102,7 +102,6 @@ static int keep(gck_saved_hooks *self, gck_input *in, PyObject *node, int64_t nu
                : when != GCK_DECIDED ? store_for_function(self, in, number, when, to, reason)
                : store(self, &as, in, to, reason);
     }
-    gck_saved_as_clear(&as);
     return status;
 }
 
@@ -114,9 +113,9 @@ static PyObject *pack(PyObject *op, PyObject *x)
     /* First, because asking for the node of a view that was changed in place makes nodes. */
     const int64_t last = self->waiting != NULL ? gck_last_node_number(&state->py) : 0;
     const int64_t number = last >= 0 && self->packing.outer && last == self->last ? self->number : last;
-    gck_input in = gck_input_of(x);
+    GCK_CLEARED_BY(gck_input_clear) gck_input in = gck_input_of(x);
     gck_saved_tensor *to = number < 0 ? NULL : gck_saved_tensor_new(state);
-    PyObject *node = to != NULL ? gck_node_of(state, &in) : NULL;
+    GCK_SCOPED PyObject *node = to != NULL ? gck_node_of(state, &in) : NULL;
 
     if (node == NULL || keep(self, &in, node, number, to) < 0
         || (node != Py_None && gck_pins_looked(state, node) < 0)) {
@@ -128,8 +127,6 @@ static PyObject *pack(PyObject *op, PyObject *x)
             Py_CLEAR(to);
         }
     }
-    Py_XDECREF(node);
-    gck_input_clear(&in);
     return (PyObject *)to;
 }
 
@@ -151,41 +148,34 @@ static PyMethodDef unpack_def = {"unpack", unpack, METH_O, NULL};
 /* Borrowed: the hooks of this thread, for a pair that any thread may use. */
 static gck_saved_hooks *of_thread(gck_saved_hooks *pair)
 {
-    PyObject *id = PyLong_FromUnsignedLongLong(PyThreadState_GetID(PyThreadState_Get()));
+    GCK_SCOPED PyObject *id = PyLong_FromUnsignedLongLong(PyThreadState_GetID(PyThreadState_Get()));
     PyObject *found = id != NULL ? PyDict_GetItemWithError(pair->by_thread, id) : NULL;
-    gck_saved_hooks *made = NULL;
 
-    if (id != NULL && found == NULL && !PyErr_Occurred()) {
-        made = (gck_saved_hooks *)PyType_GenericAlloc(pair->packing.state->SavedHooks, 0);
-        if (made != NULL) {
-            made->packing = pair->packing;
-            made->formats = pair->formats;
-            Py_XINCREF(made->formats.rules);
-            Py_XINCREF(made->packing.plan.place);
-            if (pair->waits && (made->waiting = gck_saved_list_of_thread()) == NULL) {
-                Py_CLEAR(made);
-            }
-        }
-        /* What waits owns its hooks, so those of threads that ended may go. */
-        if (made != NULL && PyDict_Size(pair->by_thread) >= MAX_THREADS) {
-            PyDict_Clear(pair->by_thread);
-        }
-        if (made != NULL && PyDict_SetItem(pair->by_thread, id, (PyObject *)made) == 0) {
-            found = (PyObject *)made;
-        }
-        Py_XDECREF((PyObject *)made);
+    if (found != NULL || PyErr_Occurred()) {
+        return (gck_saved_hooks *)found;
     }
-    Py_XDECREF(id);
-    return (gck_saved_hooks *)found;
+    GCK_SCOPED gck_saved_hooks *made = (gck_saved_hooks *)PyType_GenericAlloc(pair->packing.state->SavedHooks, 0);
+    if (made == NULL) {
+        return NULL;
+    }
+    made->packing = pair->packing;
+    made->formats = pair->formats;
+    Py_XINCREF(made->formats.rules);
+    Py_XINCREF(made->packing.plan.place);
+    if (pair->waits && (made->waiting = gck_saved_list_of_thread()) == NULL) {
+        return NULL;
+    }
+    /* What waits owns its hooks, so those of threads that ended may go. */
+    if (PyDict_Size(pair->by_thread) >= MAX_THREADS) {
+        PyDict_Clear(pair->by_thread);
+    }
+    return PyDict_SetItem(pair->by_thread, id, (PyObject *)made) == 0 ? made : NULL;
 }
 
 static PyObject *pack_of_thread(PyObject *op, PyObject *x)
 {
-    PyObject *self = Py_XNewRef((PyObject *)of_thread((gck_saved_hooks *)op));
-    PyObject *packed = self != NULL ? pack(self, x) : NULL;
-
-    Py_XDECREF(self);
-    return packed;
+    GCK_SCOPED PyObject *self = Py_XNewRef((PyObject *)of_thread((gck_saved_hooks *)op));
+    return self != NULL ? pack(self, x) : NULL;
 }
 
 static PyMethodDef pack_of_thread_def = {"pack", pack_of_thread, METH_O,
@@ -263,7 +253,7 @@ typedef struct {
 static gck_saved_hooks *hooks_new(gck_state *state, const asked *what)
 {
     gck_plan plan;
-    PyObject *place;
+    GCK_SCOPED PyObject *place = NULL;
     gck_saved_hooks *self;
 
     if (gck_options_plan(state, what->compress, &plan) < 0
@@ -272,9 +262,9 @@ static gck_saved_hooks *hooks_new(gck_state *state, const asked *what)
     }
     self = (gck_saved_hooks *)PyType_GenericAlloc(state->SavedHooks, 0);
     if (self == NULL) {
-        Py_XDECREF(place);
         return NULL;
     }
+    gck_give(&place);                            /* the plan of the hooks owns it */
     self->packing = (gck_packing){.state = state, .plan = plan};
     self->formats = gck_saved_formats_of(plan.codec);
     self->waits = plan.codec->max_error > 0 || PyTuple_Size(what->formats) > 0;
@@ -306,40 +296,31 @@ static gck_saved_hooks *push_ours(gck_state *state, const asked *what, PyObject 
 static int push(gck_state *state, const asked *what, gck_saved_hooks **self)
 {
     gck_hooks_owner owner;
-    PyObject *region, *top = gck_innermost_hooks(state, &owner, &region);
-    int status = -1;
+    PyObject *region;
+    GCK_SCOPED PyObject *top = gck_innermost_hooks(state, &owner, &region);
 
     *self = NULL;
     if (top != NULL && (owner == GCK_HOOKS_REGION || owner == GCK_HOOKS_TORCHS_REGION)) {
         state->stats.uncompressed[GCK_SKIP_REGION]++;
-        status = gck_done(PyObject_Call(state->py.push_hooks, top, NULL));
-    } else if (top != NULL) {
-        *self = push_ours(state, what, top);
-        status = *self != NULL ? 0 : -1;
+        return gck_done(PyObject_Call(state->py.push_hooks, top, NULL));
     }
-    Py_XDECREF(top);
-    return status;
+    *self = top != NULL ? push_ours(state, what, top) : NULL;
+    return *self != NULL ? 0 : -1;
 }
 
 PyObject *gck_saved_hooks_pair(PyObject *module, PyObject *args)
 {
-    PyObject *pack = NULL, *unpack = NULL, *pair = NULL;
-    gck_saved_hooks *self;
+    GCK_SCOPED PyObject *pack = NULL, *unpack = NULL;
+    GCK_SCOPED gck_saved_hooks *self = NULL;
     asked what;
 
     if (!PyArg_ParseTuple(args, "OO!O:saved_pair", &what.compress, &PyTuple_Type, &what.formats, &what.place)
         || (self = hooks_new(gck_state_of(module), &what)) == NULL) {
         return NULL;
     }
-    if ((self->by_thread = PyDict_New()) != NULL
+    return (self->by_thread = PyDict_New()) != NULL
         && (pack = PyCFunction_New(&pack_of_thread_def, (PyObject *)self)) != NULL
-        && (unpack = PyCFunction_New(&unpack_def, (PyObject *)self)) != NULL) {
-        pair = PyTuple_Pack(2, pack, unpack);
-    }
-    Py_XDECREF(pack);
-    Py_XDECREF(unpack);
-    Py_DECREF((PyObject *)self);
-    return pair;
+        && (unpack = PyCFunction_New(&unpack_def, (PyObject *)self)) != NULL ? PyTuple_Pack(2, pack, unpack) : NULL;
 }
 
 int gck_saved_hooks_are_lossy(PyObject *hooks, int *replay_discrete)
@@ -353,24 +334,22 @@ int gck_saved_hooks_are_lossy(PyObject *hooks, int *replay_discrete)
 
 PyObject *gck_saved_hooks_are_lossy_py(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    PyObject *top = PyObject_CallFunctionObjArgs(gck_state_of(module)->py.top_hooks, Py_True, NULL);
+    GCK_SCOPED PyObject *top = PyObject_CallFunctionObjArgs(gck_state_of(module)->py.top_hooks, Py_True, NULL);
     int replay_discrete;
     const int lossy = top != NULL && gck_saved_hooks_are_lossy(top, &replay_discrete);
 
-    Py_XDECREF(top);
     return top == NULL ? NULL : PyBool_FromLong(lossy);
 }
 
 PyObject *gck_saved_hooks_push(PyObject *module, PyObject *args)
 {
-    gck_saved_hooks *self;
+    GCK_SCOPED gck_saved_hooks *self = NULL;
     asked what;
 
     if (!PyArg_ParseTuple(args, "OO!O:saved_push", &what.compress, &PyTuple_Type, &what.formats, &what.place)
         || push(gck_state_of(module), &what, &self) < 0) {
         return NULL;
     }
-    Py_XDECREF((PyObject *)self);
     Py_RETURN_NONE;
 }
 
@@ -379,14 +358,14 @@ PyObject *gck_saved_hooks_push(PyObject *module, PyObject *args)
  * for another block of this thread.  0 or -1. */
 static int pop(gck_state *state, int failed)
 {
-    PyObject *top = PyObject_CallFunctionObjArgs(state->py.top_hooks, Py_True, NULL);
+    GCK_SCOPED PyObject *top = PyObject_CallFunctionObjArgs(state->py.top_hooks, Py_True, NULL);
     PyObject *hook = top != NULL && top != Py_None ? PyTuple_GetItem(top, 0) : NULL;
-    PyObject *op = hook != NULL && is_ours(hook) ? Py_NewRef(PyCFunction_GetSelf(hook)) : NULL;
+    GCK_SCOPED PyObject *op = hook != NULL && is_ours(hook) ? Py_NewRef(PyCFunction_GetSelf(hook)) : NULL;
     gck_saved_hooks *self = (gck_saved_hooks *)op;
     gck_saved_tensor *saved;
     int status = top == NULL ? -1 : 0;
 
-    Py_XDECREF(top);
+    Py_CLEAR(top);
     gck_hooks_pop(&state->py);
     if (op != NULL && self->waiting != NULL) {
         self->packing.outer = self->packing.outer && !failed;
@@ -398,7 +377,6 @@ static int pop(gck_state *state, int failed)
             }
         }
     }
-    Py_XDECREF(op);
     return status;
 }
 
@@ -411,7 +389,7 @@ PyObject *gck_saved_hooks_pop(PyObject *module, PyObject *failed)
 static int look_behind(gck_saved_hooks *self, PyObject *result)
 {
     gck_state *state = self->packing.state;
-    PyObject *nodes = PyObject_CallFunction(state->py.call.nodes_behind, "(O)", result);
+    GCK_SCOPED PyObject *nodes = PyObject_CallFunction(state->py.call.nodes_behind, "(O)", result);
     int status = nodes == NULL ? -1 : 0, tracing;
 
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(nodes); i++) {
@@ -419,16 +397,15 @@ static int look_behind(gck_saved_hooks *self, PyObject *result)
         status = made < 0 ? -1
                : gck_saved_search(self, PyList_GetItem(nodes, i), made, INT64_MAX, &tracing);
     }
-    Py_XDECREF(nodes);
     return status;
 }
 
 PyObject *gck_saved_hooks_call(PyObject *module, PyObject *args)
 {
     gck_state *state = gck_state_of(module);
-    PyObject *function, *tuple, *kwargs, *result;
-    gck_saved_hooks *self;
-    gck_error error;
+    PyObject *function, *tuple, *kwargs;
+    GCK_SCOPED PyObject *result = NULL;
+    GCK_SCOPED gck_saved_hooks *self = NULL;
     asked what;
 
     if (!PyArg_ParseTuple(args, "OO!OOO!O!:saved_call", &what.compress, &PyTuple_Type, &what.formats, &what.place,
@@ -440,11 +417,7 @@ PyObject *gck_saved_hooks_call(PyObject *module, PyObject *args)
     if (result != NULL && self != NULL && self->waiting != NULL && look_behind(self, result) < 0) {
         Py_CLEAR(result);
     }
-    error = gck_error_take();
+    gck_error error = gck_error_take();
     pop(state, result == NULL);
-    if (gck_error_return(&error) < 0) {
-        Py_CLEAR(result);
-    }
-    Py_XDECREF((PyObject *)self);
-    return result;
+    return gck_error_return(&error) < 0 ? NULL : gck_give(&result);
 }

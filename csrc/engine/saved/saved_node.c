@@ -242,7 +242,7 @@ const char *gck_family_name(gck_family family) { return families[family]; }
  * defines is that of the first of its name, as a row is: both are set from the last on.  0 or -1. */
 static int learn_names(gck_state *state)
 {
-    PyObject *names = PyDict_New(), *attributes = PyList_New(0);
+    GCK_SCOPED PyObject *names = PyDict_New(), *attributes = PyList_New(0);
     int n = 0;
 
     for (int i = 0; attributes != NULL && i < NROWS; i++) {
@@ -283,10 +283,7 @@ static int learn_names(gck_state *state)
         state->node_names = Py_NewRef(names);
         state->saved_attributes = Py_NewRef(attributes);
     }
-    const int status = names != NULL && attributes != NULL ? 0 : -1;
-    Py_XDECREF(names);
-    Py_XDECREF(attributes);
-    return status;
+    return names != NULL && attributes != NULL ? 0 : -1;
 }
 
 /* The kind of a Function's node, of the name of which the first has this kind; below GCK_NODE_LEAF: an exception. */
@@ -302,7 +299,7 @@ static int kind_of_function(const gck_state *state, PyObject *node, int first)
 
 int gck_node_kind(gck_state *state, PyObject *node)
 {
-    PyObject *type = (PyObject *)Py_TYPE(node), *known, *name;
+    PyObject *type = (PyObject *)Py_TYPE(node), *known;
     long kind = GCK_NODE_OTHER;
 
     if (state->node_kinds == NULL && (learn_names(state) < 0 || (state->node_kinds = PyDict_New()) == NULL)) {
@@ -312,20 +309,18 @@ int gck_node_kind(gck_state *state, PyObject *node)
         kind = PyLong_AsLong(known);
         return kind == -1 && PyErr_Occurred() ? GCK_NODE_LEAF - 1 : (int)kind;
     }
-    name = PyErr_Occurred() ? NULL : PyType_GetName((PyTypeObject *)type);
+    GCK_SCOPED PyObject *name = PyErr_Occurred() ? NULL : PyType_GetName((PyTypeObject *)type);
     known = name != NULL ? PyDict_GetItemWithError(state->node_names, name) : NULL;
     if (known != NULL) {
         kind = PyLong_AsLong(known);
     }
-    Py_XDECREF(name);
     if (kind >= NROWS && !PyErr_Occurred()) {
         return kind_of_function(state, node, (int)kind);
     }
     /* The types of torch's own nodes are static; one of a Function in Python may die. */
-    known = PyErr_Occurred() || gck_is_function(node) ? NULL : PyLong_FromLong(kind);
-    if (known != NULL) {
-        PyDict_SetItem(state->node_kinds, type, known);
-        Py_DECREF(known);
+    GCK_SCOPED PyObject *number = PyErr_Occurred() || gck_is_function(node) ? NULL : PyLong_FromLong(kind);
+    if (number != NULL) {
+        PyDict_SetItem(state->node_kinds, type, number);
     }
     return PyErr_Occurred() ? GCK_NODE_LEAF - 1 : (int)kind;
 }
@@ -356,17 +351,14 @@ PyObject *gck_saved_attribute(const gck_state *state, int kind, int n)
  * where that is known.  0 or -1. */
 static int find_original(gck_state *state, gck_input *in)
 {
-    PyObject *modules = PyImport_GetModuleDict(), *original;
-
-    if (PyDict_GetItemWithError(modules, state->py.names.torch_remat) == NULL) {
+    if (PyDict_GetItemWithError(PyImport_GetModuleDict(), state->py.names.torch_remat) == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    original = PyObject_CallFunctionObjArgs(state->py.call.original_of, in->x, NULL);
+    GCK_SCOPED PyObject *original = PyObject_CallFunctionObjArgs(state->py.call.original_of, in->x, NULL);
     if (original != NULL && original != Py_None) {
         gck_input_clear(in);
         *in = gck_input_of(original);
     }
-    Py_XDECREF(original);
     return original == NULL ? -1 : gck_input_read(&state->py, in, GCK_FACT_GRAD);
 }
 
@@ -447,24 +439,22 @@ static PyObject *rows_of(int first)
 PyObject *gck_saved_nodes(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     gck_state *state = PyModule_GetState(module);
-    PyObject *found, *name, *number;
+    PyObject *name, *number;
     Py_ssize_t at = 0;
 
     if (state->node_names == NULL && learn_names(state) < 0) {
         return NULL;
     }
-    found = PyDict_New();
+    GCK_SCOPED PyObject *found = PyDict_New();
     while (found != NULL && PyDict_Next(state->node_names, &at, &name, &number)) {
         const long kind = PyLong_AsLong(number);
         if (kind >= NROWS) {                     /* a Function in Python, which a compiler traces */
             continue;
         }
-        PyObject *value = kind >= 0 ? rows_of((int)kind) : PyUnicode_FromString(kind_names[-kind]);
-        const int status = value == NULL ? -1 : PyDict_SetItem(found, name, value);
-        Py_XDECREF(value);
-        if (status < 0) {
-            Py_CLEAR(found);
+        GCK_SCOPED PyObject *value = kind >= 0 ? rows_of((int)kind) : PyUnicode_FromString(kind_names[-kind]);
+        if (value == NULL || PyDict_SetItem(found, name, value) < 0) {
+            return NULL;
         }
     }
-    return found;
+    return gck_give(&found);
 }

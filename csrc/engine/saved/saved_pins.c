@@ -24,13 +24,13 @@ static const char capsule_name[] = "gradckpt.held";
 static void sweep(gck_state *state)
 {
     gck_pins *pins = &state->pins;
-    gck_error error;
 
     if (!pins->due) {
         return;
     }
     pins->due = 0;
-    error = gck_error_take();                    /* what dies may run Python, which may come here again */
+    /* what dies may run Python, which may come here again */
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
     for (Py_ssize_t i = pins->n - 1; i >= 0; i = i < pins->n ? i - 1 : pins->n - 1) {
         PyObject *node = pins->held[i].node;
         if (Py_REFCNT(node) == 1) {
@@ -38,7 +38,6 @@ static void sweep(gck_state *state)
             Py_DECREF(node);
         }
     }
-    gck_error_return(&error);
 }
 
 static int sweep_later(void *state)
@@ -51,13 +50,12 @@ static int sweep_later(void *state)
 static void note(PyObject *capsule)
 {
     gck_state *state = PyCapsule_GetPointer(capsule, capsule_name);
-    PyObject *type = PyCapsule_GetContext(capsule);
+    GCK_SCOPED PyObject *type = PyCapsule_GetContext(capsule);
 
     if (state->pins.n > 0 && !state->pins.due) {
         state->pins.due = 1;
         Py_AddPendingCall(sweep_later, state);   /* without a place for it the next look lets go */
     }
-    Py_XDECREF(type);
 }
 
 /* ---- holding ---- */
@@ -83,15 +81,11 @@ static int hold(gck_state *state, PyObject *node, int64_t number)
 /* Have it noted when this node, which uses a held one, is freed.  0 or -1. */
 static int tell_of(gck_state *state, PyObject *node)
 {
-    PyObject *metadata = PyObject_GetAttrString(node, "metadata");
-    PyObject *capsule = metadata != NULL ? PyCapsule_New(state, capsule_name, note) : NULL;
+    GCK_SCOPED PyObject *metadata = PyObject_GetAttrString(node, "metadata");
+    GCK_SCOPED PyObject *capsule = metadata != NULL ? PyCapsule_New(state, capsule_name, note) : NULL;
     int status = capsule == NULL ? -1 : PyCapsule_SetContext(capsule, Py_NewRef((PyObject *)state->SavedTensor));
 
-    status = status < 0 ? -1 : PyMapping_SetItemString(metadata, capsule_name, capsule);
-
-    Py_XDECREF(capsule);
-    Py_XDECREF(metadata);
-    return status;
+    return status < 0 ? -1 : PyMapping_SetItemString(metadata, capsule_name, capsule);
 }
 
 /* What `recent` says of this node, found out where it does not yet; FAILED.  What another node uses is held where it
@@ -99,7 +93,6 @@ static int tell_of(gck_state *state, PyObject *node)
 static int below(gck_state *state, PyObject *node, int depth)
 {
     const int64_t number = gck_node_number(&state->py, node);
-    PyObject *edges;
     int most = 0, found;
 
     if (number < 0 || number == INT64_MAX) {
@@ -111,7 +104,7 @@ static int below(gck_state *state, PyObject *node, int depth)
     if (depth == 0 || recent[number % RECENT].number > number) {
         return GCK_PIN_EVERY;
     }
-    edges = PyObject_GetAttr(node, state->py.names.next_functions);
+    GCK_SCOPED PyObject *edges = PyObject_GetAttr(node, state->py.names.next_functions);
     for (Py_ssize_t i = 0; edges != NULL && most != FAILED && i < PyTuple_Size(edges); i++) {
         PyObject *next = PyTuple_GetItem(PyTuple_GetItem(edges, i), 0);
         found = next == Py_None ? 0 : below(state, next, depth - 1);
@@ -121,7 +114,6 @@ static int below(gck_state *state, PyObject *node, int depth)
         most = found == FAILED || (found == HELD && tell_of(state, node) < 0) ? FAILED
              : found + 1 > most ? found + 1 : most;
     }
-    Py_XDECREF(edges);
     if (edges == NULL || most == FAILED) {
         return FAILED;
     }

@@ -16,8 +16,8 @@
 static int is_of_weight(const gck_saved_hooks *self, PyObject *base, int64_t *made)
 {
     gck_state *state = self->packing.state;
-    gck_input of = gck_input_of(base);
-    PyObject *node = gck_node_of(state, &of);
+    GCK_CLEARED_BY(gck_input_clear) gck_input of = gck_input_of(base);
+    GCK_SCOPED PyObject *node = gck_node_of(state, &of);
     int weight = node == NULL || gck_input_read(&state->py, &of, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
                : (PyObject *)Py_TYPE(base) == state->py.Parameter || (of.requires_grad && of.leaf);
 
@@ -27,8 +27,6 @@ static int is_of_weight(const gck_saved_hooks *self, PyObject *base, int64_t *ma
         *made = gck_node_number(&state->py, node);
         weight = *made < 0 ? -1 : weight;
     }
-    Py_XDECREF(node);
-    gck_input_clear(&of);
     return weight;
 }
 
@@ -39,7 +37,7 @@ static int may_be_of_function(const gck_saved_hooks *self, gck_input *in, int64_
 {
     gck_py *py = &self->packing.state->py;
     const gck_plan *plan = &self->packing.plan;
-    PyObject *base;
+    GCK_SCOPED PyObject *base = NULL;
     int weight, reason;
 
     *made = -1;
@@ -52,7 +50,6 @@ static int may_be_of_function(const gck_saved_hooks *self, gck_input *in, int64_
     }
     base = PyObject_GetAttr(in->x, py->names._base);
     weight = base == NULL ? -1 : base == Py_None ? in->requires_grad : is_of_weight(self, base, made);
-    Py_XDECREF(base);
     return weight < 0 ? -1 : !weight;
 }
 

@@ -58,10 +58,10 @@ static int is_small_power(const gck_py *py, PyObject *node)
 static int has_unit_scale(PyObject *node)
 {
     const int alpha = gck_has_attribute(node, "_saved_alpha");
-    PyObject *value = alpha < 0 ? NULL : PyObject_GetAttrString(node, alpha ? "_saved_alpha" : "_saved_beta");
+    GCK_SCOPED PyObject *value = alpha < 0 ? NULL
+                               : PyObject_GetAttrString(node, alpha ? "_saved_alpha" : "_saved_beta");
     const double scale = value != NULL ? PyFloat_AsDouble(value) : -1;
 
-    Py_XDECREF(value);
     return PyErr_Occurred() ? gck_clear_refusal() : scale == 1;
 }
 
@@ -96,7 +96,7 @@ static int has_like_rows(gck_state *state, PyObject *node, const gck_input *in, 
 static int take_part(gck_state *state, const gck_input *in, const char *codec, const char *method, PyObject *args,
                      gck_saved_as *as)
 {
-    PyObject *plain = args != NULL ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : NULL;
+    GCK_SCOPED PyObject *plain = args != NULL ? PyObject_CallMethodObjArgs(in->x, state->py.names.detach, NULL) : NULL;
 
     if (plain == NULL) {
         Py_XDECREF(args);
@@ -104,7 +104,6 @@ static int take_part(gck_state *state, const gck_input *in, const char *codec, c
     }
     as->part = gck_method(plain, method, args);
     as->codec = codec != NULL ? gck_codec_find(codec) : as->codec;
-    Py_DECREF(plain);
     return as->part == NULL ? -1 : 0;
 }
 
@@ -119,40 +118,38 @@ static int cut(gck_state *state, const gck_input *in, const gck_tensor *view, gc
 /* New reference: the node's dimension.  Torch shows -1 as 2^64 - 1. */
 static PyObject *dimension_of(PyObject *node)
 {
-    PyObject *value = PyObject_GetAttrString(node, "_saved_dim");
+    GCK_SCOPED PyObject *value = PyObject_GetAttrString(node, "_saved_dim");
     const long long dim = value != NULL ? (long long)PyLong_AsUnsignedLongLongMask(value) : -1;
 
-    Py_XDECREF(value);
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(dim);
 }
 
 /* 1 when the attention's result is not kept, but made again; 0, -1. */
 static int is_made_again(const gck_state *state, PyObject *node)
 {
-    gck_saved_tensor *saved = state->nodes_tell ? gck_node_saved_as(state, node, state->py.names._raw_saved_output)
-                                                : NULL;
-    const int again = saved != NULL ? saved->form.entry.kind == GCK_PACKED_OBJECT : PyErr_Occurred() ? -1 : 0;
+    GCK_SCOPED gck_saved_tensor *saved = !state->nodes_tell ? NULL
+                                       : gck_node_saved_as(state, node, state->py.names._raw_saved_output);
 
-    Py_XDECREF((PyObject *)saved);
-    return again;
+    return saved != NULL ? saved->form.entry.kind == GCK_PACKED_OBJECT : PyErr_Occurred() ? -1 : 0;
 }
 
 /* Find out how the node's results are made again, and make its log-sum-exp one that is.  0, for then they
  * have no codec; or -1. */
 static int make_again(const gck_state *state, PyObject *node, gck_saved_as *as)
 {
-    PyObject *made = state->nodes_tell ? PyObject_CallFunctionObjArgs(state->py.call.attention_again, node, NULL)
-                                       : Py_NewRef(Py_None);
+    GCK_SCOPED PyObject *made = !state->nodes_tell ? Py_NewRef(Py_None)
+                              : PyObject_CallFunctionObjArgs(state->py.call.attention_again, node, NULL);
     PyObject *result, *sums, *make_sums;
-    const int parsed = made == NULL || (made != Py_None && !PyArg_ParseTuple(made, "OO!O", &result, state->SavedTensor,
-                                                                            &sums, &make_sums)) ? -1 : made != Py_None;
 
-    if (parsed > 0) {
-        as->again = Py_NewRef(result);
-        gck_saved_form_make_again(&((gck_saved_tensor *)sums)->form, make_sums);
+    if (made == NULL || made == Py_None) {
+        return made == NULL ? -1 : 0;
     }
-    Py_XDECREF(made);
-    return parsed < 0 ? -1 : 0;
+    if (!PyArg_ParseTuple(made, "OO!O", &result, state->SavedTensor, &sums, &make_sums)) {
+        return -1;
+    }
+    as->again = Py_NewRef(result);
+    gck_saved_form_make_again(&((gck_saved_tensor *)sums)->form, make_sums);
+    return 0;
 }
 
 /* 1 when its shape and place decide. */
@@ -249,9 +246,8 @@ int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObj
         const int result = gck_saved_row_is_result(row);
         int found = !result && !state->nodes_tell;      /* then the node's name alone decides */
         if (!result && !found) {
-            gck_saved_tensor *saved = gck_node_saved(state, node, kind, n);
+            GCK_SCOPED gck_saved_tensor *saved = gck_node_saved(state, node, kind, n);
             found = saved != NULL ? saved == packed : PyErr_Occurred() ? -1 : 0;
-            Py_XDECREF((PyObject *)saved);
         }
         if (found > 0 && row->family == GCK_NORM && function != NULL && !function->of_results
             && packed->reason == GCK_SKIP_NO_GRAD) {
@@ -270,26 +266,17 @@ int gck_saved_as_input(gck_state *state, const gck_saved_formats *formats, PyObj
 /* 1 when the node has no such result yet: it is about to be saved; 0, -1. */
 static int is_open(const gck_state *state, PyObject *node, PyObject *attribute)
 {
-    PyObject *data, *name, *value;
-    int open = 1;
+    GCK_SCOPED PyObject *data = NULL, *name = NULL, *value = NULL;
 
     if (!state->nodes_tell) {
         return 1;
     }
-    if (gck_node_held(state, node, attribute, &data) < 0) {
-        return -1;
+    if (gck_node_held(state, node, attribute, &data) < 0 || data != Py_None) {
+        return PyErr_Occurred() ? -1 : 0;
     }
-    open = data == Py_None;
-    Py_XDECREF(data);
-    if (open) {
-        name = PyUnicode_Substring(attribute, 4, PyUnicode_GetLength(attribute));
-        value = name != NULL ? PyObject_GetAttr(node, name) : NULL;
-        open = value == Py_None;
-        Py_XDECREF(name);
-        Py_XDECREF(value);
-        return value == NULL ? gck_clear_refusal() : open;
-    }
-    return 0;
+    name = PyUnicode_Substring(attribute, 4, PyUnicode_GetLength(attribute));
+    value = name != NULL ? PyObject_GetAttr(node, name) : NULL;
+    return value == NULL ? gck_clear_refusal() : value == Py_None;
 }
 
 int gck_saved_as_result(gck_state *state, const gck_saved_formats *formats, PyObject *node, gck_input *in,

@@ -6,6 +6,7 @@
  * before it saves): saved_role.c compares what the node holds with what the hook returned. */
 #include "engine/saved/saved_search.h"
 
+#include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/objects.h"
 #include "torch/tensor.h"
@@ -173,26 +174,23 @@ static int settle_decided(search *s, int failed)
 static int recall(search *s, const visit *at, int kind)
 {
     gck_state *state = s->batch.state;
-    gck_saved_tensor *saved;
     const gck_codec *codec;
     const gck_saved_row *row;
     int status = 0;
 
     for (int n = 0; state->nodes_tell && status == 0 && (row = gck_saved_row_of(kind, n)) != NULL; n++) {
-        saved = gck_node_saved(state, at->node, kind, n);
+        GCK_SCOPED gck_saved_tensor *saved = gck_node_saved(state, at->node, kind, n);
         status = saved == NULL ? (PyErr_Occurred() ? -1 : 0) : gck_saved_form_take_back(s->self, saved);
         codec = saved != NULL && status == 0 ? gck_saved_form_codec(&saved->form) : NULL;
         if (codec != NULL && codec->max_error > 0 && at->use == GCK_AMPLIFIED) {
-            PyObject *pole = PyType_GetName(at->pole);
-            status = -1;
+            GCK_SCOPED PyObject *pole = PyType_GetName(at->pole);
             if (pole != NULL) {
                 PyErr_Format(PyExc_RuntimeError, "gradckpt: %U amplifies the error of what %s has stored in %s; pass "
                              "compress={'operators': {'%s': None}}", pole, row->node, codec->name,
                              gck_family_name(row->family));
             }
-            Py_XDECREF(pole);
+            return -1;
         }
-        Py_XDECREF((PyObject *)saved);
     }
     return status;
 }
@@ -225,7 +223,7 @@ static int is_awaited(const gck_saved_list *l, int64_t number)
 static int go_behind(search *s, const visit *at, int kind)
 {
     gck_state *state = s->batch.state;
-    PyObject *edges = PyObject_GetAttr(at->node, state->py.names.next_functions);
+    GCK_SCOPED PyObject *edges = PyObject_GetAttr(at->node, state->py.names.next_functions);
     int status = edges == NULL ? -1 : 0;
 
     for (Py_ssize_t i = 0; status == 0 && i < PyTuple_Size(edges); i++) {
@@ -236,7 +234,6 @@ static int go_behind(search *s, const visit *at, int kind)
                           use == GCK_AMPLIFIED && at->use != GCK_AMPLIFIED ? Py_TYPE(at->node) : at->pole};
         status = use < 0 ? -1 : next == Py_None || (s->steep && use == GCK_USED) ? 0 : push(s, to);
     }
-    Py_XDECREF(edges);
     return status;
 }
 
@@ -302,15 +299,14 @@ static int look_from_late(search *s)
 
     for (int i = 0; status == 0 && (saved = gck_saved_list_known(s->self->waiting, i)) != NULL; i++) {
         const int late = saved->hooks != NULL && saved->late;
-        PyObject *node = late ? PyObject_GetAttr(saved->form.entry.value, s->batch.state->py.names.grad_fn)
-                              : Py_NewRef(Py_None);
+        GCK_SCOPED PyObject *node = !late ? Py_NewRef(Py_None)
+                                  : PyObject_GetAttr(saved->form.entry.value, s->batch.state->py.names.grad_fn);
         if (node != NULL && node != Py_None) {
             saved->late = 0;
             s->end = saved->number;
             status = look_from(s, node, GCK_OPEN);
         }
         status = node == NULL ? -1 : status;
-        Py_XDECREF(node);
     }
     s->end = end;
     return status;
@@ -321,7 +317,6 @@ int gck_saved_search(gck_saved_hooks *self, PyObject *node, int64_t number, int6
     gck_state *state = self->packing.state;
     gck_saved_list *l = gck_saved_list_of(self->waiting);
     search s = {.self = self, .l = l, .end = end, .latest = end < INT64_MAX ? end : number};
-    gck_error error;
     int status;
 
     if (l->waits == 0 && l->coded <= s.latest - GCK_WAITING_NODES && l->undecided <= s.latest - GCK_WAITING_NODES) {
@@ -337,7 +332,7 @@ int gck_saved_search(gck_saved_hooks *self, PyObject *node, int64_t number, int6
     if (status < 0) {                            /* who goes on none the less is to be told again */
         memset(l->seen, 0, sizeof l->seen);
     }
-    error = gck_error_take();                    /* what was settled before needs its bytes none the less */
+    gck_error error = gck_error_take();          /* what was settled before needs its bytes none the less */
     if (gck_batch_flush(&s.batch) < 0) {
         status = -1;
     }
@@ -348,8 +343,7 @@ int gck_saved_search_in_backward(gck_saved_hooks *self, const gck_saved_tensor *
 {
     gck_state *state = self->packing.state;
     search s = {.self = self, .steep = 1};
-    PyObject *node, *list = NULL;
-    int kind, status = 0;
+    GCK_SCOPED PyObject *node = NULL, *list = NULL;
 
     if (!saved->unknown && saved->hooks == NULL) {
         return 0;
@@ -357,18 +351,15 @@ int gck_saved_search_in_backward(gck_saved_hooks *self, const gck_saved_tensor *
     if ((node = PyObject_CallNoArgs(state->py.running_node)) == NULL) {
         return -1;
     }
-    kind = node != Py_None ? gck_node_kind(state, node) : GCK_NODE_VIEW;
-    if (kind < GCK_NODE_LEAF) {
-        status = -1;
-    } else if (gck_node_may_amplify(kind)) {
-        list = gck_saved_list_new();             /* that of the thread knows other nodes */
-        s.l = list != NULL ? gck_saved_list_of(list) : NULL;
-        s.latest = list != NULL ? gck_node_number(&state->py, node) : -1;
-        gck_batch_begin(&s.batch, state, 0);
-        status = s.latest < 0 ? -1 : look_from(&s, node, GCK_USED);
-        free(s.heap);
+    const int kind = node != Py_None ? gck_node_kind(state, node) : GCK_NODE_VIEW;
+    if (kind < GCK_NODE_LEAF || !gck_node_may_amplify(kind)) {
+        return kind < GCK_NODE_LEAF ? -1 : 0;
     }
-    Py_XDECREF(list);
-    Py_DECREF(node);
+    list = gck_saved_list_new();                 /* that of the thread knows other nodes */
+    s.l = list != NULL ? gck_saved_list_of(list) : NULL;
+    s.latest = list != NULL ? gck_node_number(&state->py, node) : -1;
+    gck_batch_begin(&s.batch, state, 0);
+    const int status = s.latest < 0 ? -1 : look_from(&s, node, GCK_USED);
+    free(s.heap);
     return status;
 }

@@ -89,10 +89,9 @@ const gck_codec *gck_saved_form_codec(const gck_saved_form *form)
 
 void gck_saved_form_make_again(gck_saved_form *form, PyObject *function)
 {
-    gck_saved_form before = *form;
+    GCK_CLEARED_BY(gck_saved_form_clear) gck_saved_form before = *form;
 
     *form = (gck_saved_form){.entry = {GCK_PACKED_OBJECT, Py_NewRef(function), 0, 0, NULL, 0}};
-    gck_saved_form_clear(&before);
 }
 
 static void saved_dealloc(PyObject *op)
@@ -148,54 +147,38 @@ PyType_Spec gck_saved_tensor_spec = {
 PyObject *gck_saved_form_view(const gck_saved_form *form, PyObject *whole)
 {
     /* as_strided() counts from the storage, the form from the first value */
-    PyObject *first = PyObject_CallMethod(whole, "storage_offset", NULL);
-    PyObject *offset = first != NULL ? PyNumber_Add(first, PyTuple_GetItem(form->view, 2)) : NULL;
-    PyObject *view = offset != NULL ? PyObject_CallMethod(whole, "as_strided", "OOO", PyTuple_GetItem(form->view, 0),
-                                                          PyTuple_GetItem(form->view, 1), offset) : NULL;
-
-    Py_XDECREF(first);
-    Py_XDECREF(offset);
-    return view;
+    GCK_SCOPED PyObject *first = PyObject_CallMethod(whole, "storage_offset", NULL);
+    GCK_SCOPED PyObject *offset = first != NULL ? PyNumber_Add(first, PyTuple_GetItem(form->view, 2)) : NULL;
+    return offset != NULL ? PyObject_CallMethod(whole, "as_strided", "OOO", PyTuple_GetItem(form->view, 0),
+                                                PyTuple_GetItem(form->view, 1), offset) : NULL;
 }
 
 /* New reference: x divided by its sums along the dimension; rows of zeros stay. */
 static PyObject *with_sum_1(PyObject *x, PyObject *dim)
 {
-    PyObject *sums = PyObject_CallMethod(x, "sum", "OO", dim, Py_True);
-    PyObject *least = sums != NULL ? PyObject_CallMethod(sums, "clamp_min", "d", 1e-30) : NULL;
-    PyObject *divided = least != NULL ? PyObject_CallMethod(x, "div", "O", least) : NULL;
-
-    Py_XDECREF(sums);
-    Py_XDECREF(least);
-    return divided;
+    GCK_SCOPED PyObject *sums = PyObject_CallMethod(x, "sum", "OO", dim, Py_True);
+    GCK_SCOPED PyObject *least = sums != NULL ? PyObject_CallMethod(sums, "clamp_min", "d", 1e-30) : NULL;
+    return least != NULL ? PyObject_CallMethod(x, "div", "O", least) : NULL;
 }
 
 PyObject *gck_saved_tensor_restore(const gck_saved_tensor *self)
 {
     /* A forward on another thread may give it another form meanwhile. */
+    GCK_CLEARED_BY(gck_saved_form_clear)
     gck_saved_form form = {.dtype = Py_XNewRef(self->form.dtype), .rows = Py_XNewRef(self->form.rows),
                            .view = Py_XNewRef(self->form.view)};
-    PyObject *payload, *x, *whole = NULL;
 
     if (self->form.entry.kind == GCK_PACKED_OBJECT) {
-        x = PyObject_CallNoArgs(self->form.entry.value);
-    } else if (self->form.entry.kind != GCK_PACKED_PAYLOAD) {
-        x = gck_packed_restore(self->state, &self->form.entry, NULL, NULL);
-    } else {
-        payload = Py_NewRef(self->form.entry.value);
-        whole = gck_payload_revive((gck_payload *)payload, NULL, NULL);
-        x = whole == NULL ? NULL
-          : form.view != NULL ? gck_saved_form_view(&form, whole)
-          : form.dtype != NULL ? PyObject_CallMethodObjArgs(whole, self->state->py.names.to, form.dtype, NULL)
-          : Py_NewRef(whole);
-        if (x != NULL && form.rows != NULL) {
-            PyObject *scaled = with_sum_1(x, form.rows);
-            Py_DECREF(x);
-            x = scaled;
-        }
-        Py_XDECREF(whole);
-        Py_DECREF(payload);
+        return PyObject_CallNoArgs(self->form.entry.value);
     }
-    gck_saved_form_clear(&form);
-    return x;
+    if (self->form.entry.kind != GCK_PACKED_PAYLOAD) {
+        return gck_packed_restore(self->state, &self->form.entry, NULL, NULL);
+    }
+    GCK_SCOPED gck_payload *payload = (gck_payload *)Py_NewRef(self->form.entry.value);
+    GCK_SCOPED PyObject *whole = gck_payload_revive(payload, NULL, NULL);
+    GCK_SCOPED PyObject *x = whole == NULL ? NULL
+        : form.view != NULL ? gck_saved_form_view(&form, whole)
+        : form.dtype != NULL ? PyObject_CallMethodObjArgs(whole, self->state->py.names.to, form.dtype, NULL)
+        : Py_NewRef(whole);
+    return x != NULL && form.rows != NULL ? with_sum_1(x, form.rows) : gck_give(&x);
 }

@@ -1,6 +1,7 @@
 /* saved_waiting.c: the saved tensors of a block that wait for the node that saves them. */
 #include "engine/saved/saved_waiting.h"
 
+#include "torch/calls.h"
 #include "torch/error.h"
 #include "torch/device.h"
 #include "torch/input.h"
@@ -35,7 +36,6 @@ static int enter_stream(const gck_saved_tensor *saved, gck_stream_guard *guard)
 {
     void *now;
 
-    *guard = (gck_stream_guard){.kind = NULL};
     if (saved->device < 0) {
         return 1;
     }
@@ -52,18 +52,18 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
 {
     gck_state *state = saved->state;
     const int waits = saved->hooks != NULL;
-    PyObject *op = waits ? saved->hooks : saved->packer;
+    GCK_SCOPED PyObject *op = waits ? saved->hooks : saved->packer;
     const gck_saved_hooks *self = (gck_saved_hooks *)op;
-    gck_input in = gck_input_of(saved->form.entry.value);
-    gck_saved_as as = {.codec = NULL};
+    GCK_CLEARED_BY(gck_input_clear) gck_input in = gck_input_of(saved->form.entry.value);
+    GCK_CLEARED_BY(gck_saved_as_clear) gck_saved_as as = {.codec = NULL};
+    GCK_SCOPED gck_saved_tensor *held = (gck_saved_tensor *)Py_NewRef((PyObject *)saved);
     gck_saved_list *l = waits ? gck_saved_list_of(saved->waiting) : NULL;
     int64_t nbytes = saved->waits;
-    gck_stream_guard guard;
+    GCK_CLEARED_BY(gck_stream_leave) gck_stream_guard guard = {.kind = NULL};
     const int entered = enter_stream(saved, &guard);
     int status = entered < 0 ? -1 : gck_input_read(&state->py, &in, GCK_FACT_VERSION);
 
     node = entered ? node : NULL;
-    Py_INCREF((PyObject *)saved);
     saved->hooks = saved->packer = NULL;
     if (waits) {
         l->waits--;
@@ -102,11 +102,6 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
         state->stats.live_bytes -= saved->waits;
         saved->waits = 0;
     }
-    gck_stream_leave(&guard);
-    gck_saved_as_clear(&as);
-    Py_DECREF(op);
-    Py_DECREF((PyObject *)saved);
-    gck_input_clear(&in);
     return status;
 }
 
@@ -114,25 +109,20 @@ int gck_saved_waiting_settle(gck_saved_tensor *saved, PyObject *node, int exactl
 
 int gck_saved_function_settle(gck_state *state, PyObject *node, int exactly, gck_batch *batch)
 {
-    PyObject *all = gck_function_saves(state, node), *open = PyList_New(0);
+    GCK_SCOPED PyObject *all = gck_function_saves(state, node), *open = PyList_New(0);
     const Py_ssize_t n = all != NULL ? PyList_Size(all) : 0;
     int status = all != NULL && open != NULL ? 0 : -1;
 
     for (Py_ssize_t place = 0; status == 0 && place < n; place++) {
-        gck_saved_tensor *saved = gck_function_saved(state, all, place);
-        if (saved != NULL && saved->packer != NULL) {
-            status = PyList_Append(open, (PyObject *)saved);
-        } else if (saved == NULL) {
-            status = PyErr_Occurred() ? -1 : 0;
-        }
-        Py_XDECREF((PyObject *)saved);
+        GCK_SCOPED gck_saved_tensor *saved = gck_function_saved(state, all, place);
+        status = saved == NULL ? (PyErr_Occurred() ? -1 : 0)
+               : saved->packer != NULL ? PyList_Append(open, (PyObject *)saved) : 0;
     }
-    Py_XDECREF(all);
+    Py_CLEAR(all);
     for (Py_ssize_t i = 0; status == 0 && i < PyList_Size(open); i++) {
         gck_saved_tensor *saved = (gck_saved_tensor *)PyList_GetItem(open, i);
         status = saved->packer != NULL ? gck_saved_waiting_settle(saved, node, exactly, 0, batch) : 0;
     }
-    Py_XDECREF(open);
     return status;
 }
 

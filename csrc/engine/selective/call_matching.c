@@ -17,8 +17,7 @@ int gck_matching_begin(gck_matching *m, const gck_op_storage *store, const gck_r
     m->matches = calloc((size_t)m->n + 1, sizeof *m->matches);
     if (m->matches == NULL) {
         m->n = 0;
-        PyErr_NoMemory();
-        return -1;
+        return gck_done(PyErr_NoMemory());
     }
     return 0;
 }
@@ -162,24 +161,21 @@ static int compare_pair(const gck_matching *m, gck_op_storage *store, Py_ssize_t
                       gck_likeness likeness)
 {
     const gck_py *py = &store->state->py;
-    PyObject *one = handed_out(m, store, i), *other = one != NULL ? handed_out(m, store, j) : NULL;
+    GCK_SCOPED PyObject *one = handed_out(m, store, i), *other = one != NULL ? handed_out(m, store, j) : NULL;
     const int gone = other != NULL && PyTuple_GetItem(one, 0) == py->consumed_mark;
     const int same = other == NULL ? -1 : gone ? 0 : PyTuple_GetItem(one, 0) == PyTuple_GetItem(other, 0) ? 1
                    : gck_is_true(PyObject_CallFunction(py->call.are_alike, "OO", one, other));
     Py_ssize_t forward = 0, recompute = 0;
-    int status = same < 0 ? -1 : 0;
 
-    Py_XDECREF(one);
-    Py_XDECREF(other);
-    if (same == 0) {
-        for (Py_ssize_t k = 0; k < m->n; k++) {
-            const int alike = fits(m, &store->calls[k], &store->calls[i].kind, store->calls[i].stamp, likeness);
-            forward += alike;
-            recompute += alike && m->matches[k].used;
-        }
-        status = raise_ambiguous(store, store->calls[i].key, forward, recompute);
+    if (same != 0) {
+        return same < 0 ? -1 : 0;
     }
-    return status;
+    for (Py_ssize_t k = 0; k < m->n; k++) {
+        const int alike = fits(m, &store->calls[k], &store->calls[i].kind, store->calls[i].stamp, likeness);
+        forward += alike;
+        recompute += alike && m->matches[k].used;
+    }
+    return raise_ambiguous(store, store->calls[i].key, forward, recompute);
 }
 
 int gck_matching_compare(const gck_matching *m, gck_op_storage *store, int stopped)

@@ -40,9 +40,7 @@ static int finish(gck_state *state, gck_active *active, int stopped)
     if (gck_selective_finish(state, active, stopped) == 0) {
         return gck_error_return(&error);
     }
-    Py_XDECREF(error.type);
-    Py_XDECREF(error.value);
-    Py_XDECREF(error.traceback);
+    gck_error_drop(&error);
     return -1;
 }
 
@@ -58,12 +56,10 @@ int gck_op_catching_end(gck_state *state, gck_op_catching *c)
         return finish(state, &c->active, stopped);
     }
     if (c->by_key) {
-        gck_op_storage *store = c->active.replay || failed || stopped ? NULL
-                         : (gck_op_storage *)Py_NewRef((PyObject *)c->active.store);
+        GCK_SCOPED gck_op_storage *store = c->active.replay || failed || stopped ? NULL
+                                         : (gck_op_storage *)Py_NewRef((PyObject *)c->active.store);
         gck_selective_end(state, &c->active);
-        const int status = store != NULL ? gck_op_labels_finish(store) : 0;
-        Py_XDECREF((PyObject *)store);
-        return status;
+        return store != NULL ? gck_op_labels_finish(store) : 0;
     }
     if (c->mode == NULL) {
         return 0;
@@ -71,9 +67,7 @@ int gck_op_catching_end(gck_state *state, gck_op_catching *c)
     error = gck_error_take();
     exit = failed || stopped ? error.type : Py_None;
     if (gck_done(PyObject_CallMethod(c->mode, "__exit__", "OOO", exit, Py_None, Py_None)) < 0 && stopped) {
-        Py_CLEAR(error.type);                    /* judged */
-        Py_CLEAR(error.value);
-        Py_CLEAR(error.traceback);
+        gck_error_drop(&error);                  /* judged */
     }
     gck_error_keep(&error);
     Py_CLEAR(c->mode);

@@ -18,8 +18,8 @@ int gck_op_label_candidate(gck_op_storage *store, int line, Py_ssize_t index, Py
 /* x has the name: keep the output that it comes from. */
 static int keep_candidate(gck_op_storage *store, PyObject *x, PyObject *name)
 {
-    PyObject *found = PyObject_CallFunction(store->state->py.call.find_candidate, "OOO",
-                                          store->candidates != NULL ? store->candidates : Py_None, x, name);
+    GCK_SCOPED PyObject *found = PyObject_CallFunction(store->state->py.call.find_candidate, "OOO",
+                                                     store->candidates != NULL ? store->candidates : Py_None, x, name);
     PyObject *out;
     Py_ssize_t index;
     int line, status = -1;
@@ -31,7 +31,6 @@ static int keep_candidate(gck_op_storage *store, PyObject *x, PyObject *name)
             : gck_op_storage_keep(store, index, gck_op_output_keep(store, out, &rule->plan));
         store->met++;
     }
-    Py_XDECREF(found);
     return status;
 }
 

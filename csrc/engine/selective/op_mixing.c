@@ -39,14 +39,12 @@ static int note(void *with, PyObject *out)
 
 int gck_op_watch(gck_op_storage *store, const gck_op_rule *rule, PyObject *op, PyObject *out)
 {
-    PyObject *before = store->watched.op;
-
     if (rule->mixing != GCK_OP_UNKNOWN
         || (!gck_op_storage_is_approximate(store) && !gck_plan_is_lossy(&rule->plan))) {
         return 0;
     }
+    GCK_SCOPED PyObject *before = store->watched.op;
     store->watched = (gck_op_watched){.op = Py_NewRef(op), .node = gck_last_node_number(&store->state->py)};
-    Py_XDECREF(before);
     return store->watched.node == -1 && PyErr_Occurred() ? -1 : gck_each_item(out, note, store);
 }
 

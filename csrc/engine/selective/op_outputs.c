@@ -114,7 +114,7 @@ static PyObject *encoded(gck_op_storage *store, PyObject *x, const gck_plan *pla
 {
     gck_state *state = store->state;
     gck_stats *s = &state->stats;
-    gck_input in = gck_input_of(x);
+    GCK_CLEARED_BY(gck_input_clear) gck_input in = gck_input_of(x);
     PyObject *payload = NULL;
     gck_skip_reason skip;
     int reason = gck_input_read(&state->py, &in, GCK_FACT_GRAD | GCK_FACT_LEAF) < 0 ? -1
@@ -125,7 +125,6 @@ static PyObject *encoded(gck_op_storage *store, PyObject *x, const gck_plan *pla
         payload = payload_of(store, &in, plan, &skip);
         reason = (int)skip;
     }
-    gck_input_clear(&in);
     if (payload != NULL) {
         s->compressed++;
     } else if (reason > 0) {
@@ -135,7 +134,7 @@ static PyObject *encoded(gck_op_storage *store, PyObject *x, const gck_plan *pla
 }
 
 /* New reference; takes over val, also on failure; NULL: making it raised. */
-static PyObject *kept_new(gck_op_storage *store, PyObject *val, int64_t version)
+static gck_op_output *kept_new(gck_op_storage *store, PyObject *val, int64_t version)
 {
     gck_op_output *self = val != NULL ? (gck_op_output *)PyType_GenericAlloc(store->state->OpOutput, 0) : NULL;
 
@@ -145,27 +144,25 @@ static PyObject *kept_new(gck_op_storage *store, PyObject *val, int64_t version)
     }
     self->val = val;
     self->version = version;
-    return (PyObject *)self;
+    return self;
 }
 
 /* New reference: what is kept of a tensor that no codec takes: itself, or what the user's hooks make of it. */
 static PyObject *packed(gck_op_storage *store, PyObject *x)
 {
-    PyObject *alias = gck_op_output_alias(&store->state->py, x), *made;
+    GCK_SCOPED PyObject *alias = gck_op_output_alias(&store->state->py, x), *made = NULL;
 
     if (alias == NULL || store->hooks == NULL) {
-        return alias;
+        return gck_give(&alias);
     }
     made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(store->hooks, 0), alias, NULL);
-    /* A tensor among other objects, such as the CPU's of save_on_cpu(), may be written into unseen. */
-    if (made != NULL && made != alias && Py_REFCNT(alias) > 1) {
-        PyObject *copy = PyObject_CallMethod(alias, "clone", NULL);
-        Py_DECREF(made);
-        made = copy != NULL ? PyObject_CallFunctionObjArgs(PyTuple_GetItem(store->hooks, 0), copy, NULL) : NULL;
-        Py_XDECREF(copy);
+    if (made == NULL || made == alias || Py_REFCNT(alias) == 1) {
+        return gck_give(&made);
     }
-    Py_DECREF(alias);
-    return made;
+    /* A tensor among other objects, such as the CPU's of save_on_cpu(), may be written into unseen. */
+    GCK_SCOPED PyObject *copy = PyObject_CallMethod(alias, "clone", NULL);
+    Py_CLEAR(made);
+    return copy != NULL ? PyObject_CallFunctionObjArgs(PyTuple_GetItem(store->hooks, 0), copy, NULL) : NULL;
 }
 
 /* 1 when the tensor stands for one of a graph that is compiled, whose own counters know it; 0; -1. */
@@ -179,6 +176,7 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
     const gck_py *py = &store->state->py;
     const int tensor = gck_is_tensor(py, x), compiled = tensor > 0 ? is_compiled(py, x) : 0;
     PyObject *val = tensor > 0 && compiled == 0 && plan != NULL && plan->codec != NULL ? encoded(store, x, plan) : NULL;
+    GCK_SCOPED gck_op_output *kept = NULL;
     PyObject *unpack = NULL;
     int64_t version = -1;                        /* inference tensors have none: nothing to compare */
     int known = tensor;                          /* val is a tensor that may be written into */
@@ -194,15 +192,12 @@ static PyObject *keep_one(gck_op_storage *store, PyObject *x, const gck_plan *pl
         }
     }
     store->state->stats.policy_outputs += tensor > 0 && !compiled && val != NULL;
-    PyObject *kept = kept_new(store, val, version);
-    if (kept != NULL) {
-        ((gck_op_output *)kept)->unpack = Py_XNewRef(unpack);
+    if ((kept = kept_new(store, val, version)) == NULL
+        || (known && gck_memory_of(py, val, &kept->data, &kept->nbytes) < 0)) {
+        return NULL;
     }
-    if (kept != NULL && known
-        && gck_memory_of(py, val, &((gck_op_output *)kept)->data, &((gck_op_output *)kept)->nbytes) < 0) {
-        Py_CLEAR(kept);
-    }
-    return kept;
+    kept->unpack = Py_XNewRef(unpack);
+    return Py_NewRef((PyObject *)kept);
 }
 
 int gck_op_output_note(const gck_py *py, gck_op_output *kept, PyObject *alias)
@@ -232,7 +227,7 @@ static int take_copy(gck_op_storage *store, gck_op_output *kept)
 
 int gck_op_output_unwritten(const gck_py *py, const gck_op_output *kept)
 {
-    PyObject *others = Py_XNewRef(kept->others);
+    GCK_SCOPED PyObject *others = Py_XNewRef(kept->others);
     int64_t now, then;
     int same = 1;
 
@@ -241,7 +236,6 @@ int gck_op_output_unwritten(const gck_py *py, const gck_op_output *kept)
         then = PyLong_AsLongLong(PyTuple_GetItem(row, 1));
         same = PyErr_Occurred() || gck_version_of(py, PyTuple_GetItem(row, 0), &now) < 0 ? -1 : now == then;
     }
-    Py_XDECREF(others);
     return same;
 }
 
@@ -285,16 +279,16 @@ int gck_op_output_written(const gck_op_storage *store, PyObject *entry)
 }
 
 /* Count an entry, which may be NULL, as a discrete output of so many bytes, alive until it is freed. */
-static PyObject *counted(gck_op_storage *store, PyObject *entry, int64_t nbytes)
+static PyObject *counted(gck_op_storage *store, gck_op_output *entry, int64_t nbytes)
 {
     store->state->stats.discrete_outputs += entry != NULL;
     if (entry != NULL && nbytes > 0) {
-        ((gck_op_output *)entry)->counted_in = store->state;
-        ((gck_op_output *)entry)->counted = nbytes;
+        entry->counted_in = store->state;
+        entry->counted = nbytes;
         store->state->stats.discrete_bytes += nbytes;
         gck_count_replay(store->state, nbytes);
     }
-    return entry;
+    return (PyObject *)entry;
 }
 
 /* A copy of a discrete output; bool as bits. */
@@ -309,9 +303,9 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *Py
     int reason;
 
     if (tensor <= 0) {
-        return tensor < 0 ? NULL : kept_new(store, Py_NewRef(x), -1);
+        return tensor < 0 ? NULL : (PyObject *)kept_new(store, Py_NewRef(x), -1);
     }
-    gck_input in = gck_input_of(x);
+    GCK_CLEARED_BY(gck_input_clear) gck_input in = gck_input_of(x);
     reason = gck_input_skip_reason(&state->py, &in, bits, 0);
     if (reason == GCK_COMPRESS) {
         val = gck_payload_new(state, bits, &in, NULL, NULL, GCK_FOR_USER, NULL, NULL, &skip);
@@ -320,7 +314,6 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *Py
                && gck_count_bytes(&state->py, val, &nbytes) < 0) {
         Py_CLEAR(val);
     }
-    gck_input_clear(&in);
     return counted(store, kept_new(store, val, -1), nbytes);
 }
 
@@ -338,16 +331,16 @@ static PyObject *map(gck_op_storage *store, PyObject *x, const gck_plan *plan, i
     }
     list = PyList_New(0);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        PyObject *item = PySequence_GetItem(x, i);
+        GCK_SCOPED PyObject *item = PySequence_GetItem(x, i);
         gck_add_item(&list, item != NULL ? map(store, item, tuple && i > 0 ? NULL : plan, f) : NULL);
-        Py_XDECREF(item);
     }
     return tuple ? gck_as_tuple(list) : list;
 }
 
 PyObject *gck_op_output_keep(gck_op_storage *store, PyObject *out, const gck_plan *plan)
 {
-    PyObject *hooks = gck_hooks_that_see(store->state, store->alone, store->shown), *around = store->hooks, *kept;
+    GCK_SCOPED PyObject *hooks = gck_hooks_that_see(store->state, store->alone, store->shown);
+    PyObject *around = store->hooks, *kept;
 
     if (hooks == NULL) {
         return NULL;
@@ -355,7 +348,6 @@ PyObject *gck_op_output_keep(gck_op_storage *store, PyObject *out, const gck_pla
     store->hooks = hooks != Py_None ? hooks : around;
     kept = map(store, out, plan, keep_one);
     store->hooks = around;
-    Py_DECREF(hooks);
     return kept;
 }
 
@@ -375,17 +367,19 @@ static PyObject *ask_form(PyObject *form, const gck_call *call, const char *meth
 /* New reference: what the form returns for the call, if anything, with its bytes. */
 static PyObject *keep_form(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
 {
-    PyObject *made = ask_form(form, call, "keep", NULL, out);
-    PyObject *val, *entry = made == Py_None ? Py_NewRef(store->state->py.recompute_mark) : NULL;
+    GCK_SCOPED PyObject *made = ask_form(form, call, "keep", NULL, out);
+    gck_op_output *entry;
+    PyObject *val;
     long long nbytes;
 
-    if (made != NULL && made != Py_None && PyArg_ParseTuple(made, "OL", &val, &nbytes)
-        && (entry = kept_new(store, Py_NewRef(val), -1)) != NULL) {
-        ((gck_op_output *)entry)->form = Py_NewRef(form);
-        counted(store, entry, nbytes);
+    if (made == NULL || made == Py_None) {
+        return made != NULL ? Py_NewRef(store->state->py.recompute_mark) : NULL;
     }
-    Py_XDECREF(made);
-    return entry;
+    if (!PyArg_ParseTuple(made, "OL", &val, &nbytes) || (entry = kept_new(store, Py_NewRef(val), -1)) == NULL) {
+        return NULL;
+    }
+    entry->form = Py_NewRef(form);
+    return counted(store, entry, nbytes);
 }
 
 PyObject *gck_op_output_keep_discrete(gck_op_storage *store, const gck_call *call, PyObject *form, PyObject *out)
@@ -395,7 +389,7 @@ PyObject *gck_op_output_keep_discrete(gck_op_storage *store, const gck_call *cal
 
 int gck_op_output_note_draw(gck_op_storage *store, Py_ssize_t index, gck_draw *draw)
 {
-    PyObject *drawn = gck_draw_end(&store->state->py, draw);
+    GCK_SCOPED PyObject *drawn = gck_draw_end(&store->state->py, draw);
     int status = drawn == Py_None ? 0 : -1;
 
     if (drawn != NULL && drawn != Py_None
@@ -404,12 +398,10 @@ int gck_op_output_note_draw(gck_op_storage *store, Py_ssize_t index, gck_draw *d
         && gck_count_random(store->state, PyTuple_GetItem(drawn, 0), &store->random_bytes) == 0
         && gck_count_random(store->state, PyTuple_GetItem(drawn, 1), &store->random_bytes) == 0
         && index < store->ncalls) {
-        PyObject *old = store->calls[index].drawn;
+        GCK_SCOPED PyObject *old = store->calls[index].drawn;
         store->calls[index].drawn = Py_NewRef(drawn);
-        Py_XDECREF(old);
         status = 0;
     }
-    Py_XDECREF(drawn);
     return status;
 }
 
@@ -420,13 +412,10 @@ int gck_op_output_note_draw(gck_op_storage *store, Py_ssize_t index, gck_draw *d
 static PyObject *fresh(gck_op_storage *store, gck_op_output *kept)
 {
     const gck_py *py = &store->state->py;
-    PyObject *alias = kept->version >= 0 ? PyObject_GetAttr(kept->val, py->names.data)
-                                         : PyObject_CallMethod(kept->val, "clone", NULL);
+    GCK_SCOPED PyObject *alias = kept->version >= 0 ? PyObject_GetAttr(kept->val, py->names.data)
+                                                    : PyObject_CallMethod(kept->val, "clone", NULL);
 
-    if (alias != NULL && kept->version >= 0 && gck_op_output_note(py, kept, alias) < 0) {
-        Py_CLEAR(alias);
-    }
-    return alias;
+    return alias == NULL || (kept->version >= 0 && gck_op_output_note(py, kept, alias) < 0) ? NULL : gck_give(&alias);
 }
 
 static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *Py_UNUSED(unused))
@@ -449,11 +438,10 @@ static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *Py
         gck_raise_torchs(py, "mutated");
         return NULL;
     }
-    if (kept->unpack != NULL && (x = PyObject_CallFunctionObjArgs(kept->unpack, kept->val, NULL)) != kept->val) {
-        return x;
-    }
-    if (kept->unpack != NULL) {                  /* they gave the very tensor back */
-        Py_DECREF(x);
+    GCK_SCOPED PyObject *given = kept->unpack == NULL ? Py_NewRef(kept->val)
+                               : PyObject_CallFunctionObjArgs(kept->unpack, kept->val, NULL);
+    if (given != kept->val) {                    /* not the very tensor */
+        return gck_give(&given);
     }
     /* Autograd writes into the object it gets, so an entry that stays gives a new one. */
     return (store->reusable || kept->version < 0) && gck_is_tensor(py, kept->val) > 0 ? fresh(store, kept)
@@ -463,11 +451,9 @@ static PyObject *value_of(gck_op_storage *store, PyObject *x, const gck_plan *Py
 PyObject *gck_op_output_give(gck_op_storage *store, const gck_call *call, PyObject *entry, PyObject *drawn)
 {
     const gck_op_output *kept = (gck_op_output *)entry;
-    PyObject *result = Py_TYPE(entry) != store->state->OpOutput || kept->form == NULL
+    GCK_SCOPED PyObject *result = Py_TYPE(entry) != store->state->OpOutput || kept->form == NULL
         ? map(store, entry, NULL, value_of) : ask_form(kept->form, call, "give", kept->val, NULL);
 
-    if (result != NULL && drawn != NULL && gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn) < 0) {
-        Py_CLEAR(result);
-    }
-    return result;
+    return result != NULL && drawn != NULL && gck_draw_repeat(&store->state->py, call->args, call->kwargs, drawn) < 0
+         ? NULL : gck_give(&result);
 }

@@ -1,6 +1,7 @@
 /* op_policy.c: heap type OpPolicy: operators, and what happens to their outputs. */
 #include "engine/selective/op_policy.h"
 
+#include "torch/calls.h"
 #include "torch/generators.h"
 #include "engine/checkpoint_options.h"
 
@@ -78,8 +79,7 @@ static int index_names(gck_op_policy *self)
         self->mask = 2 * self->mask + 1;
     }
     if ((self->slots = malloc((self->mask + 1) * sizeof *self->slots)) == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return gck_done(PyErr_NoMemory());
     }
     memset(self->slots, -1, (self->mask + 1) * sizeof *self->slots);
     for (int i = 0; i < self->n; i++) {

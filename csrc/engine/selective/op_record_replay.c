@@ -97,7 +97,8 @@ static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, i
     gck_op_rule own = {.op = NULL};
     const gck_op_rule *rule = line >= 0 ? gck_op_storage_rule(store, line) : NULL;
     const Py_ssize_t index = gck_op_storage_add(store, call);
-    PyObject *modes, *answer = NULL;
+    GCK_SCOPED PyObject *answer = NULL;
+    PyObject *modes;
     int keep = index < 0 ? -1 : line >= 0 ? wanted(store, line) : ask(store, call, out, &own, &rule, &answer);
     int status;
 
@@ -110,7 +111,6 @@ static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, i
         keep = more < 0 ? -1 : !more;
     }
     if (keep <= 0 || gck_hide_begin(store->state, &modes) < 0) {
-        Py_XDECREF(answer);
         return keep == 0 ? 0 : -1;
     }
     if (rule->keep == GCK_OP_SAVE) {
@@ -125,7 +125,6 @@ static int keep_outputs(gck_op_storage *store, int line, const gck_call *call, i
     if (status == 0 && draw->before != NULL) {
         status = gck_op_output_note_draw(store, index, draw);
     }
-    Py_XDECREF(answer);
     return gck_hide_end(store->state, modes) < 0 ? -1 : status;
 }
 
@@ -141,78 +140,62 @@ static int read_kind(const gck_py *py, gck_call *call, const gck_active *active)
 PyObject *gck_record_call(const gck_active *active, gck_op_storage *store, int line, gck_call *call)
 {
     gck_py *py = &store->state->py;
-    gck_draw draw = {NULL, NULL};
+    GCK_CLEARED_BY(gck_draw_clear) gck_draw draw = {NULL, NULL};
     versions operands = {.py = py};
     const int draws = (call->higher_order && gck_each_item(call->args, add_version, &operands) < 0) ? -1
                     : read_kind(py, call, active) < 0 ? -1
                     : line >= 0 ? gck_op_storage_rule(store, line)->draws : gck_op_draws(py, call->op);
-    PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL
-                  : call->run(call);
+    GCK_SCOPED PyObject *out = draws < 0 || (draws && gck_draw_begin(py, call->args, call->kwargs, &draw) < 0) ? NULL
+                             : call->run(call);
 
-    if (out != NULL && keep_outputs(store, line, call, operands.sum, &draw, out) < 0) {
-        Py_CLEAR(out);
-    }
-    gck_draw_clear(&draw);
-    return out;
+    return out == NULL || keep_outputs(store, line, call, operands.sum, &draw, out) < 0 ? NULL : gck_give(&out);
 }
 
 /* The call of the forward whose entry serves this call has just been found.  New reference. */
 static PyObject *give(gck_active *active, gck_op_storage *store, gck_call *call, Py_ssize_t index)
 {
     const gck_recorded_call *of = &store->calls[index];
-    PyObject *entry = Py_NewRef(of->entry), *drawn = Py_XNewRef(of->drawn);
-    PyObject *modes, *out = NULL;
+    GCK_SCOPED PyObject *entry = Py_NewRef(of->entry), *drawn = Py_XNewRef(of->drawn), *out = NULL;
+    PyObject *modes;
 
     if (entry == store->state->py.consumed_mark) {
-        gck_done(PyObject_CallFunction(store->state->py.call.raise_torchs, "sOiii", "no_entry", of->key, 0, 1, 1));
-    } else {
-        if (!store->reusable && !of->lasting) {
-            gck_matching_consume(&active->matching, store, index);
-        }
-        if (gck_hide_begin(store->state, &modes) == 0) {
-            out = gck_op_output_give(store, call, entry, drawn);
-            if (gck_hide_end(store->state, modes) < 0) {
-                Py_CLEAR(out);
-            }
-        }
+        return PyObject_CallFunction(store->state->py.call.raise_torchs, "sOiii", "no_entry", of->key, 0, 1, 1);
     }
-    Py_DECREF(entry);
-    Py_XDECREF(drawn);
-    return out;
+    if (!store->reusable && !of->lasting) {
+        gck_matching_consume(&active->matching, store, index);
+    }
+    if (gck_hide_begin(store->state, &modes) < 0) {
+        return NULL;
+    }
+    out = gck_op_output_give(store, call, entry, drawn);
+    return gck_hide_end(store->state, modes) < 0 ? NULL : gck_give(&out);
 }
 
 /* The same call of a trace, by its number among those of its operator. */
 static PyObject *replay_traced(gck_active *active, gck_op_storage *store, gck_call *call)
 {
     const gck_py *py = &store->state->py;
-    PyObject *counts = Py_XNewRef(active->counts), *calls = PyDict_GetItemWithError(store->storage, call->key);
-    PyObject *count = NULL, *index = NULL, *entry = NULL, *out = NULL;
+    GCK_SCOPED PyObject *counts = Py_XNewRef(active->counts);
+    GCK_SCOPED PyObject *calls = Py_XNewRef(PyDict_GetItemWithError(store->storage, call->key));
+    GCK_SCOPED PyObject *count = NULL, *index = NULL, *entry = NULL;
 
-    Py_XINCREF(calls);
     if (calls != NULL && !PyDict_Check(calls)) {
-        PyErr_Format(PyExc_TypeError,
-                     "gradckpt: the storage of a selective region holds %R, which gradckpt did not write", calls);
+        return PyErr_Format(PyExc_TypeError, "gradckpt: the storage of a selective region holds %R, which gradckpt did "
+                                             "not write", calls);
     }
     count = counts != NULL && !PyErr_Occurred() ? PyObject_GetItem(counts, call->key) : NULL;
     index = count != NULL ? PyIter_Next(count) : NULL;
-    entry = index != NULL && calls != NULL ? PyDict_GetItemWithError(calls, index) : NULL;
-    Py_XINCREF(entry);
+    entry = index != NULL && calls != NULL ? Py_XNewRef(PyDict_GetItemWithError(calls, index)) : NULL;
     if (entry == py->recompute_mark) {
-        out = call->run(call);
-    } else if (entry != NULL && entry != py->consumed_mark) {
-        if (store->reusable || PyDict_SetItem(calls, index, py->consumed_mark) == 0) {
-            out = PyObject_CallFunction(py->call.traced_value, "Oi", entry, store->mutation);
-        }
-    } else if (!PyErr_Occurred() && index != NULL) {
-        gck_done(PyObject_CallFunction(py->call.raise_torchs, "sOOii", "no_entry", call->key, index,
-                                       calls != NULL, entry != NULL));
+        return call->run(call);
     }
-    Py_XDECREF(counts);
-    Py_XDECREF(calls);
-    Py_XDECREF(count);
-    Py_XDECREF(index);
-    Py_XDECREF(entry);
-    return out;
+    if (entry != NULL && entry != py->consumed_mark) {
+        return store->reusable || PyDict_SetItem(calls, index, py->consumed_mark) == 0
+             ? PyObject_CallFunction(py->call.traced_value, "Oi", entry, store->mutation) : NULL;
+    }
+    return PyErr_Occurred() || index == NULL ? NULL
+         : PyObject_CallFunction(py->call.raise_torchs, "sOOii", "no_entry", call->key, index, calls != NULL,
+                                 entry != NULL);
 }
 
 /* 1 when a kernel in Python below autograd has called the operator, as those of higher order operators do: torch's
@@ -228,29 +211,27 @@ static int is_part_of_another(const gck_py *py, const gck_call *call)
 /* 1 when nothing is kept of a call, or what is kept was written into; 0: it is as it was, or the caller is told; -1. */
 static int runs_again(gck_op_storage *store, const gck_call *call, Py_ssize_t index)
 {
-    PyObject *entry = Py_NewRef(store->calls[index].entry);
+    GCK_SCOPED PyObject *entry = Py_NewRef(store->calls[index].entry);
     int again = entry == store->state->py.recompute_mark ? 1 : gck_op_output_settle(store, entry);
 
     if (again == 0 && !store->mutation && (again = gck_op_output_written(store, entry)) > 0) {
         again = is_part_of_another(&store->state->py, call);
     }
-    Py_DECREF(entry);
     return again;
 }
 
 PyObject *gck_replay_call(gck_active *active, gck_call *call)
 {
-    gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)active->store);
-    Py_ssize_t index = GCK_NO_MATCH;
-    PyObject *out = NULL;
+    GCK_SCOPED gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)active->store);
+    Py_ssize_t index;
 
     if (store->traced) {
-        out = replay_traced(active, store, call);
-    } else if (read_kind(&store->state->py, call, active) == 0
-               && (index = gck_matching_find(&active->matching, store, call)) != -1) {
-        const int again = index == GCK_NO_MATCH ? 1 : runs_again(store, call, index);
-        out = again < 0 ? NULL : again ? call->run(call) : give(active, store, call, index);
+        return replay_traced(active, store, call);
     }
-    Py_DECREF((PyObject *)store);
-    return out;
+    if (read_kind(&store->state->py, call, active) < 0
+        || (index = gck_matching_find(&active->matching, store, call)) == -1) {
+        return NULL;
+    }
+    const int again = index == GCK_NO_MATCH ? 1 : runs_again(store, call, index);
+    return again < 0 ? NULL : again ? call->run(call) : give(active, store, call, index);
 }

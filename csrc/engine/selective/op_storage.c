@@ -1,6 +1,7 @@
 /* op_storage.c: heap type OpStorage: the calls of operators that a region keeps. */
 #include "engine/selective/op_storage.h"
 
+#include "torch/calls.h"
 #include "torch/error.h"
 #include "engine/payload/stats.h"
 
@@ -10,12 +11,10 @@
 /* 1 for a floating dtype; 0 for none and anything else. */
 static int is_floating(PyObject *dtype)
 {
-    PyObject *floating = dtype != NULL ? PyObject_GetAttrString(dtype, "is_floating_point") : NULL;
-    const int truth = floating == Py_True;
+    GCK_SCOPED PyObject *floating = dtype != NULL ? PyObject_GetAttrString(dtype, "is_floating_point") : NULL;
 
-    Py_XDECREF(floating);
     gck_error_report();
-    return truth;
+    return floating == Py_True;
 }
 
 /* 1 when this call of _to_copy makes integers or bools of floating values. */
@@ -23,11 +22,8 @@ static int is_rounding_cast(const gck_call *call)
 {
     PyObject *to = call->kwargs != NULL ? PyDict_GetItemString(call->kwargs, "dtype") : NULL;
     PyObject *x = to != NULL && to != Py_None && PyTuple_Size(call->args) > 0 ? PyTuple_GetItem(call->args, 0) : NULL;
-    PyObject *from = x != NULL ? PyObject_GetAttrString(x, "dtype") : NULL;
-    const int truth = is_floating(from) && !is_floating(to);
-
-    Py_XDECREF(from);
-    return truth;
+    GCK_SCOPED PyObject *from = x != NULL ? PyObject_GetAttrString(x, "dtype") : NULL;
+    return is_floating(from) && !is_floating(to);
 }
 
 /* Index among these names, or -1. */
@@ -118,23 +114,18 @@ static void store_dealloc(PyObject *op)
 
 PyObject *gck_op_storage_picture(gck_op_storage *store)
 {
-    PyObject *calls, *number;
-    int status = 0;
-
     if (store->ncalls > 0) {
         PyDict_Clear(store->storage);
     }
-    for (Py_ssize_t i = 0; status == 0 && i < store->ncalls; i++) {      /* a key's hash may be Python */
-        PyObject *key = Py_NewRef(store->calls[i].key), *entry = Py_NewRef(store->calls[i].entry);
-        calls = PyObject_GetItem(store->storage, key);
-        number = calls != NULL ? PyLong_FromSsize_t(PyDict_Size(calls)) : NULL;
-        status = number != NULL ? PyDict_SetItem(calls, number, entry) : -1;
-        Py_XDECREF(calls);
-        Py_XDECREF(number);
-        Py_DECREF(key);
-        Py_DECREF(entry);
+    for (Py_ssize_t i = 0; i < store->ncalls; i++) {     /* a key's hash may be Python */
+        GCK_SCOPED PyObject *key = Py_NewRef(store->calls[i].key), *entry = Py_NewRef(store->calls[i].entry);
+        GCK_SCOPED PyObject *calls = PyObject_GetItem(store->storage, key);
+        GCK_SCOPED PyObject *number = calls != NULL ? PyLong_FromSsize_t(PyDict_Size(calls)) : NULL;
+        if (number == NULL || PyDict_SetItem(calls, number, entry) < 0) {
+            return NULL;
+        }
     }
-    return status == 0 ? Py_NewRef(store->storage) : NULL;
+    return Py_NewRef(store->storage);
 }
 
 static PyObject *store_storage(PyObject *op, void *Py_UNUSED(unused))
@@ -224,7 +215,7 @@ Py_ssize_t gck_op_storage_add(gck_op_storage *store, const gck_call *call)
 
 int gck_op_storage_keep(gck_op_storage *store, Py_ssize_t index, PyObject *entry)
 {
-    PyObject *old = entry;
+    GCK_SCOPED PyObject *old = entry;
 
     if (entry != NULL && index < store->ncalls) {
         old = store->calls[index].entry;
@@ -233,7 +224,6 @@ int gck_op_storage_keep(gck_op_storage *store, Py_ssize_t index, PyObject *entry
     if (PyDict_Size(store->storage) > 0 && !store->traced) {
         PyDict_Clear(store->storage);            /* a picture keeps nothing alive that is gone */
     }
-    Py_XDECREF(old);
     return entry == NULL ? -1 : 0;
 }
 

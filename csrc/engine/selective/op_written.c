@@ -11,17 +11,13 @@
 
 gck_op_effect gck_op_effect_of(const gck_py *py, PyObject *op)
 {
-    PyObject *schema = NULL;
-    int writes;
-
     for (Py_ssize_t i = 0; i < PyTuple_Size(py->unseen_views); i++) {
         if (PyTuple_GetItem(py->unseen_views, i) == op) {
             return GCK_VIEWS_UNSEEN;
         }
     }
-    schema = PyObject_GetAttrString(op, "_schema");
-    writes = schema != NULL ? gck_is_true(PyObject_GetAttrString(schema, "is_mutable")) : 0;
-    Py_XDECREF(schema);
+    GCK_SCOPED PyObject *schema = PyObject_GetAttrString(op, "_schema");
+    const int writes = schema != NULL ? gck_is_true(PyObject_GetAttrString(schema, "is_mutable")) : 0;
     gck_error_report();                          /* a higher order operator has no schema */
     return writes > 0 ? GCK_WRITES : GCK_READS;
 }
@@ -84,8 +80,7 @@ static int is_kept(void *with, PyObject *x)
     if (gck_memory_of(&state->py, x, &data, &nbytes) < 0) {
         return -1;
     }
-    gck_op_output *kept = next_touched(state, data, nbytes, &after);
-    Py_XDECREF((PyObject *)kept);
+    GCK_SCOPED gck_op_output *kept = next_touched(state, data, nbytes, &after);
     return kept != NULL || has_candidates(state);
 }
 
@@ -112,16 +107,14 @@ static int each_touched(gck_state *state, PyObject *x, touched_visitor *visit, P
 static int copy(const gck_py *py, gck_op_output *kept, PyObject *Py_UNUSED(unused))
 {
     const int same = kept->copy == NULL ? gck_op_output_unwritten(py, kept) : 1;
-    PyObject *made, *old;
 
     kept->written |= same == 0;
     if (same < 0 || kept->copy != NULL || kept->written) {
         return same < 0 ? -1 : 0;
     }
-    made = PyObject_CallMethod(kept->val, "clone", NULL);
-    old = kept->copy;
+    PyObject *made = PyObject_CallMethod(kept->val, "clone", NULL);
+    GCK_SCOPED PyObject *old = kept->copy;
     kept->copy = made;
-    Py_XDECREF(old);
     return made != NULL ? 0 : -1;
 }
 
@@ -133,9 +126,8 @@ static int copy_candidates(gck_state *state, PyObject *x)
 
     for (; status == 0 && a != NULL; a = gck_active_of_thread(a->outer)) {
         if (a->store->candidates != NULL) {
-            PyObject *candidates = Py_NewRef(a->store->candidates);
+            GCK_SCOPED PyObject *candidates = Py_NewRef(a->store->candidates);
             status = gck_done(PyObject_CallFunction(state->py.call.copy_candidates, "OO", candidates, x));
-            Py_DECREF(candidates);
         }
     }
     return status;
@@ -164,11 +156,8 @@ static int note_one(void *with, PyObject *view)
 {
     const viewed *of = with;
     const int tensor = gck_is_tensor(of->py, view);
-    PyObject *alias = tensor > 0 ? gck_op_output_alias(of->py, view) : NULL;
-    const int status = tensor <= 0 ? tensor : alias != NULL ? gck_op_output_note(of->py, of->kept, alias) : -1;
-
-    Py_XDECREF(alias);
-    return status;
+    GCK_SCOPED PyObject *alias = tensor > 0 ? gck_op_output_alias(of->py, view) : NULL;
+    return tensor <= 0 ? tensor : alias != NULL ? gck_op_output_note(of->py, of->kept, alias) : -1;
 }
 
 static int note_views(const gck_py *py, gck_op_output *kept, PyObject *views)
@@ -193,12 +182,11 @@ int gck_settle_outputs(gck_op_storage *store)
     int changed = 0;
 
     for (Py_ssize_t i = 0; changed >= 0 && i < store->ncalls; i++) {
-        PyObject *entry = Py_NewRef(store->calls[i].entry);
+        GCK_SCOPED PyObject *entry = Py_NewRef(store->calls[i].entry);
         changed = gck_op_output_settle(store, entry);
         if (changed > 0) {                       /* it runs again */
             gck_op_storage_keep(store, i, Py_NewRef(store->state->py.recompute_mark));
         }
-        Py_DECREF(entry);
     }
     return changed < 0 ? -1 : 0;
 }

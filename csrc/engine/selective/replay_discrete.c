@@ -2,6 +2,7 @@
 #include "engine/selective/replay_discrete.h"
 
 #include "engine/checkpoint_options.h"
+#include "torch/calls.h"
 #include "torch/error.h"
 
 /* ---- torch's own checkpoint inside a region of ours ----
@@ -16,17 +17,15 @@
  * has replaced torch's function.  0 or -1. */
 static int find(gck_state *state)
 {
-    PyObject *now = PyObject_GetAttrString(state->py.checkpoint_module, "checkpoint");
+    GCK_SCOPED PyObject *now = PyObject_GetAttrString(state->py.checkpoint_module, "checkpoint");
     const int known = now != NULL && state->torch_checkpoint != NULL
         && PyTuple_GetItem(state->torch_checkpoint, 0) == now;
 
-    Py_XDECREF(now);
     if (now == NULL || known) {
         return now == NULL ? -1 : 0;
     }
-    PyObject *old = state->torch_checkpoint;
+    GCK_SCOPED PyObject *old = state->torch_checkpoint;
     state->torch_checkpoint = PyObject_CallFunction(state->py.call.torchs_checkpoint, NULL);
-    Py_XDECREF(old);
     return state->torch_checkpoint == NULL ? -1 : 0;
 }
 
@@ -35,29 +34,24 @@ static int exchange(gck_state *state)
     int on, status = state->replacements > 0 ? find(state) : 0;
 
     do {                                         /* an audit hook may let another thread in, which may search anew */
-        PyObject *torchs = Py_XNewRef(state->torch_checkpoint);
+        GCK_SCOPED PyObject *torchs = Py_XNewRef(state->torch_checkpoint);
         on = state->replacements > 0;
         if (status == 0 && torchs != NULL && PyTuple_Size(torchs) == 4) {
             status = PyObject_SetAttrString(PyTuple_GetItem(torchs, 1), "__code__",
                                             PyTuple_GetItem(torchs, on ? 3 : 2));
         }
-        Py_XDECREF(torchs);
     } while (on != (state->replacements > 0));
     return status;
 }
 
 int gck_replace_checkpoint(gck_state *state, int by)
 {
-    gck_error error;
-    int status;
-
     state->replacements += by;
     if (state->replacements != (by > 0)) {             /* faster: already replaced, or still needed */
         return 0;
     }
-    error = gck_error_take();
-    status = exchange(state);
-    gck_error_return(&error);
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
+    const int status = exchange(state);
     if (status < 0 && by > 0) {
         state->replacements -= by;
     }

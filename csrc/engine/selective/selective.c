@@ -69,7 +69,7 @@ int gck_selective_begin(gck_state *state, gck_active *active, gck_op_storage *st
 void gck_selective_end(gck_state *state, gck_active *active)
 {
     gck_active **link = &state->active;
-    gck_error error = gck_error_take();
+    GCK_CLEARED_BY(gck_error_return) gck_error error = gck_error_take();
 
     while (*link != NULL && *link != active) {
         link = &(*link)->outer;
@@ -89,7 +89,6 @@ void gck_selective_end(gck_state *state, gck_active *active)
     if (PyErr_Occurred()) {                      /* the exception cannot be returned from here */
         PyErr_WriteUnraisable(NULL);
     }
-    gck_error_return(&error);
 }
 
 /* ---- named operators ---- */
@@ -100,7 +99,7 @@ void gck_selective_end(gck_state *state, gck_active *active)
 static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyObject *kwargs)
 {
     PyObject *x = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;
-    PyObject *dtype, *options, *out = NULL;
+    PyObject *dtype, *out = NULL;
 
     if (op != py->cast || kwargs == NULL || PyDict_Size(kwargs) != 1 || x == NULL
         || (dtype = PyDict_GetItem(kwargs, py->names.dtype)) == NULL
@@ -108,9 +107,8 @@ static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyOb
         return NULL;
     }
     if (PyFloat_Check(x)) {
-        options = Py_BuildValue("{OOOO}", py->names.dtype, dtype, py->names.device, py->names.cpu);
+        GCK_SCOPED PyObject *options = Py_BuildValue("{OOOO}", py->names.dtype, dtype, py->names.device, py->names.cpu);
         out = options != NULL ? PyObject_Call(py->scalar_tensor, args, options) : NULL;
-        Py_XDECREF(options);
     } else if ((PyObject *)Py_TYPE(x) == py->Tensor) {
         out = PyObject_CallMethodObjArgs(x, py->names.to, dtype, Py_False, Py_True, NULL);     /* non_blocking, copy */
     }
@@ -121,25 +119,19 @@ static PyObject *plain_cast(const gck_py *py, PyObject *op, PyObject *args, PyOb
  * which few operators take. */
 static PyObject *call_op(gck_state *state, PyObject *op, PyObject *call, PyObject *args, PyObject *kwargs)
 {
-    PyObject *out = PyObject_Call(call, args, kwargs), *tensors;
-    gck_error error;
+    PyObject *out = PyObject_Call(call, args, kwargs);
 
     if (out != NULL || !PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         return out;
     }
-    error = gck_error_take();
-    tensors = PyObject_CallFunctionObjArgs(state->py.call.with_tensors, op, args, NULL);
+    gck_error error = gck_error_take();
+    GCK_SCOPED PyObject *tensors = PyObject_CallFunctionObjArgs(state->py.call.with_tensors, op, args, NULL);
     if (tensors == NULL || tensors == Py_None) {
-        Py_XDECREF(tensors);
         gck_error_return(&error);
         return NULL;
     }
-    Py_XDECREF(error.type);
-    Py_XDECREF(error.value);
-    Py_XDECREF(error.traceback);
-    out = PyObject_Call(call, tensors, kwargs);
-    Py_DECREF(tensors);
-    return out;
+    gck_error_drop(&error);
+    return PyObject_Call(call, tensors, kwargs);
 }
 
 /* Call the operator itself, below `hit`: only stores around `hit` see it (NULL: none). */
@@ -179,7 +171,7 @@ static PyObject *run_below(const gck_call *call)
 
 int gck_selective_finish(gck_state *state, gck_active *active, int stopped)
 {
-    gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)active->store);
+    GCK_SCOPED gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)active->store);
     gck_matching matching = active->matching;    /* what compares kept values is not to be caught */
     PyObject *modes;
     int status = 0;
@@ -196,7 +188,6 @@ int gck_selective_finish(gck_state *state, gck_active *active, int stopped)
         }
     }
     gck_matching_end(&matching);
-    Py_DECREF((PyObject *)store);
     return status;
 }
 
@@ -206,13 +197,11 @@ static int is_fake(void *py, PyObject *x) { return (PyObject *)Py_TYPE(x) == ((g
 /* 1 while this thread compiles something. */
 static int compiling(const gck_py *py)
 {
-    PyObject *here = PyObject_GetAttr(py->guards, py->names.__dict__);      /* of this thread */
+    GCK_SCOPED PyObject *here = PyObject_GetAttr(py->guards, py->names.__dict__);      /* of this thread */
     PyObject *context = here != NULL ? PyDict_GetItemWithError(here, py->names.tracing_context) : NULL;
-    const int truth = context != NULL && context != Py_None;
 
-    Py_XDECREF(here);
     gck_error_report();
-    return truth;
+    return context != NULL && context != Py_None;
 }
 
 /* Run an operator that belongs to no store: one that we call, or one inside a torch.func transform,
@@ -287,11 +276,9 @@ static PyObject *caught(PyObject *self, PyObject *args, PyObject *kwargs)
         return PyObject_CallFunction(state->py.call.through_modes, "OOOO", state->py.key, call, args,
                                      kwargs ? kwargs : Py_None);
     }
-    gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)hit->store);
+    GCK_SCOPED gck_op_storage *store = (gck_op_storage *)Py_NewRef((PyObject *)hit->store);
     with.hit = hit;
-    out = hit->replay ? gck_replay_call(hit, &here) : gck_record_call(hit, store, line, &here);
-    Py_DECREF((PyObject *)store);
-    return out;
+    return hit->replay ? gck_replay_call(hit, &here) : gck_record_call(hit, store, line, &here);
 }
 
 static PyMethodDef caught_def = {"caught", (PyCFunction)(void (*)(void))caught, METH_VARARGS | METH_KEYWORDS, NULL};
@@ -301,15 +288,13 @@ PyObject *gck_catcher(PyObject *module, PyObject *op)
     const gck_py *py = &gck_state_of(module)->py;
     const gck_op_effect effect = gck_op_effect_of(py, op);
     PyObject *does = effect == GCK_READS ? Py_None : effect == GCK_WRITES ? Py_True : Py_False;
-    PyObject *call = PyObject_GetAttr(op, py->names._op), *self, *function;
+    PyObject *call = PyObject_GetAttr(op, py->names._op);
 
     if (call == NULL && gck_clear_attribute_error() == 0) {     /* a higher order operator */
         call = Py_NewRef(op);
     }
-    self = Py_BuildValue("(OONO)", module, op, call, does);
-    function = self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
-    Py_XDECREF(self);
-    return function;
+    GCK_SCOPED PyObject *self = Py_BuildValue("(OONO)", module, op, call, does);
+    return self != NULL ? PyCFunction_New(&caught_def, self) : NULL;
 }
 
 int gck_catches_by_key(const gck_state *state, const gck_op_storage *store)

@@ -46,9 +46,8 @@ static PyObject *run_call(const gck_call *call) { return PyObject_Call(call->wit
 static int is_ignored(gck_py *py, PyObject *func)
 {
     if (py->ignored == NULL || PyTuple_Size(py->ignored) != PySet_Size(py->ignored_ops)) {
-        PyObject *old = py->ignored;
+        GCK_SCOPED PyObject *old = py->ignored;
         py->ignored = PySequence_Tuple(py->ignored_ops);
-        Py_XDECREF(old);
     }
     for (Py_ssize_t i = 0; py->ignored != NULL && i < PyTuple_Size(py->ignored); i++) {
         if (PyTuple_GetItem(py->ignored, i) == func) {
@@ -76,11 +75,12 @@ static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_ca
 {
     gck_py *py = &store->state->py;
     const int line = gck_op_storage_find(store, call), ignored = line == GCK_LINE_BY_KEY ? is_ignored(py, call->op) : 0;
-    PyObject *target = PyObject_GetAttr(call->op, py->names._op), *out = NULL;
+    GCK_SCOPED PyObject *target = PyObject_GetAttr(call->op, py->names._op), *key = NULL;
+    PyObject *out = NULL;
 
     call->with = target != NULL ? target : call->op;
     call->higher_order = target == NULL;
-    call->key = key_of(py, call, target);
+    call->key = key = key_of(py, call, target);
     if (call->key != NULL && ignored >= 0) {
         gck_active *active = ignored || line == GCK_LINE_NONE ? NULL : gck_active_of(store->state, call->context);
         PyObject *x = active != NULL && PyTuple_Size(call->args) > 0 ? PyTuple_GetItem(call->args, 0) : NULL;
@@ -97,8 +97,6 @@ static PyObject *dispatch(const gck_context *self, gck_op_storage *store, gck_ca
             Py_CLEAR(out);
         }
     }
-    Py_XDECREF(target);
-    Py_XDECREF(call->key);
     return out;
 }
 
@@ -130,35 +128,25 @@ static int traces_inside(const gck_context *self, const gck_py *py)
 static PyObject *context_dispatch(PyObject *op, PyObject *const *all, Py_ssize_t n)
 {
     const gck_context *self = (gck_context *)op;
-    gck_op_storage *store = store_of(self);
+    GCK_SCOPED gck_op_storage *store = store_of(self);
     gck_call call = {.run = run_call, .context = op};
-    PyObject *out = NULL;
 
     if (store == NULL) {
         return NULL;
     }
     if (n < 3 || n > 4 || !PyTuple_Check(all[2]) || (n == 4 && all[3] != Py_None && !PyDict_Check(all[3]))) {
-        PyErr_SetString(PyExc_TypeError,
-                        "gradckpt: __torch_dispatch__ takes a tuple of arguments and a dict of keywords");
-        goto exit;
+        return PyErr_Format(PyExc_TypeError,
+                            "gradckpt: __torch_dispatch__ takes a tuple of arguments and a dict of keywords");
     }
     call.op = all[0];
     call.args = all[2];
     call.kwargs = n == 4 && all[3] != Py_None && PyDict_Size(all[3]) > 0 ? all[3] : NULL;
     const int inside = traces_inside(self, &store->state->py);
     if (inside != 0) {
-        out = inside > 0 ? PyObject_Call(call.op, call.args, call.kwargs) : NULL;
-        goto exit;
+        return inside > 0 ? PyObject_Call(call.op, call.args, call.kwargs) : NULL;
     }
-    out = self->replay ? Py_NewRef(Py_NotImplemented) : record_traced(store, &call, all[1]);
-    if (out == Py_NotImplemented) {
-        Py_DECREF(out);
-        out = dispatch(self, store, &call);
-    }
-
-exit:
-    Py_DECREF((PyObject *)store);
-    return out;
+    GCK_SCOPED PyObject *out = self->replay ? Py_NewRef(Py_NotImplemented) : record_traced(store, &call, all[1]);
+    return out == Py_NotImplemented ? dispatch(self, store, &call) : gck_give(&out);
 }
 
 /* ---- with context: ---- */
@@ -178,7 +166,7 @@ static int may_use_key(const gck_context *self)
 static PyObject *context_enter(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     gck_context *self = (gck_context *)op;
-    gck_op_storage *store = store_of(self);
+    GCK_SCOPED gck_op_storage *store = store_of(self);
     const int by_key = store != NULL ? may_use_key(self) : -1;
     gck_active *active = NULL;
     PyObject *result = NULL;
@@ -186,33 +174,31 @@ static PyObject *context_enter(PyObject *op, PyObject *Py_UNUSED(unused))
     self->traced = by_key == 0 ? gck_tracing_modes(&store->state->py) : 0;
     if (by_key < 0 || self->traced < 0
         || (!self->replay && gck_region_replays_discrete(store->state, 0, 0, &store) < 0)) {
-        goto exit;
+        return NULL;
     }
     if ((active = malloc(sizeof *active)) == NULL) {
-        PyErr_NoMemory();
-    } else if (gck_selective_begin(store->state, active, store, self->replay, by_key,
-                                   gck_context_run_of(op)) < 0) {
-        free(active);
-    } else {
+        return PyErr_NoMemory();
+    }
+    if (gck_selective_begin(store->state, active, store, self->replay, by_key, gck_context_run_of(op)) == 0) {
         active->context = op;
         result = by_key ? Py_NewRef(op) : PyObject_CallMethod(op, "enter_mode", NULL);
         if (result == NULL) {
             gck_selective_end(store->state, active);
-            free(active);
         }
     }
-
-exit:
-    Py_XDECREF((PyObject *)store);
+    if (result == NULL) {
+        free(active);
+    }
     return result;
 }
 
 static PyObject *context_exit(PyObject *op, PyObject *error)
 {
-    gck_op_storage *store = store_of((gck_context *)op);
+    GCK_SCOPED gck_op_storage *store = store_of((gck_context *)op);
     gck_active *active = store != NULL ? gck_active_of(store->state, op) : NULL;
     const int by_key = active != NULL && active->by_key;
-    PyObject *type = PyTuple_Size(error) > 0 ? PyTuple_GetItem(error, 0) : Py_None, *method, *result;
+    PyObject *type = PyTuple_Size(error) > 0 ? PyTuple_GetItem(error, 0) : Py_None;
+    GCK_SCOPED PyObject *method = NULL, *result = NULL;
     gck_error judged = {NULL};
 
     if (active != NULL) {
@@ -229,17 +215,12 @@ static PyObject *context_exit(PyObject *op, PyObject *error)
     } else {
         method = store != NULL ? PyObject_GetAttrString(op, "exit_mode") : NULL;
         result = method != NULL ? PyObject_Call(method, error, NULL) : NULL;
-        Py_XDECREF(method);
     }
     /* Only a forward has candidates.  A failed one leaves none either. */
     if (result != NULL && PyTuple_Size(error) > 0 && type == Py_None && gck_op_labels_finish(store) < 0) {
         Py_CLEAR(result);
     }
-    if (gck_error_return(&judged) < 0) {
-        Py_CLEAR(result);
-    }
-    Py_XDECREF((PyObject *)store);
-    return result;
+    return gck_error_return(&judged) < 0 ? NULL : gck_give(&result);
 }
 
 /* ---- the type ---- */
@@ -248,21 +229,20 @@ static int context_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     gck_context *self = (gck_context *)op;
     PyObject *store;
-    gck_op_storage *old = self->store;
     int by_key, replay;
 
     if (!PyArg_ParseTuple(args, "Opp:Context", &store, &by_key, &replay)) {
         return -1;
     }
     if (kwargs != NULL || !gck_is_op_storage(store)) {
-        PyErr_Format(PyExc_TypeError, "gradckpt: a selective context takes an OpStorage, not %R", store);
-        return -1;
+        return gck_done(PyErr_Format(
+            PyExc_TypeError, "gradckpt: a selective context takes an OpStorage, not %R", store));
     }
+    GCK_SCOPED gck_op_storage *old = self->store;
     self->store = (gck_op_storage *)Py_NewRef(store);
     self->store->shown = -1;
     self->by_key = by_key;
     self->replay = replay;
-    Py_XDECREF((PyObject *)old);
     return 0;
 }
 
@@ -294,9 +274,9 @@ static int context_set(PyObject *op, PyObject *value, void *Py_UNUSED(unused))
     const gck_op_storage *store = ((gck_context *)op)->store;
 
     if (store == NULL || value != store->storage) {
-        PyErr_SetString(PyExc_TypeError,
-                        "gradckpt: a selective context has a storage of its own; make new contexts instead");
-        return -1;
+        return gck_done(PyErr_Format(
+            PyExc_TypeError,
+            "gradckpt: a selective context has a storage of its own; make new contexts instead"));
     }
     return 0;
 }
