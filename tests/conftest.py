@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,9 @@ import subprocess
 import sys
 
 import pytest
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # of torch's profiler, before torch is imported
+
 from checkout import ROOT, TESTS
 from native_programs import built_once
 from targets import LEFT, ROWS, SOAK, is_left
@@ -167,7 +171,6 @@ def sanitized(tmp_path_factory):
 #: Files whose module fixtures start processes or build something, which takes long:
 #: one worker runs all that use them.
 WORLDS = {
-    "test_benchmarks_frontier",
     "test_budget_sharded",
     "test_codec_hostile",
     "test_cuda_build",
@@ -257,6 +260,23 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     return (yield from _skip_what_it_lacks())
+
+
+# ---- configs
+
+
+@pytest.fixture
+def write_config(tmp_path):
+    """Writes a config.json as the hub has it, and returns its folder."""
+
+    def write(architecture, config, **entries):
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        text = json.dumps({**config.to_dict(), "architectures": [architecture], **entries}, default=str)
+        (folder / "config.json").write_text(text)
+        return str(folder)
+
+    return write
 
 
 # ---- libraries that gcc makes

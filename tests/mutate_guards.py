@@ -1,8 +1,7 @@
 """Which of the C sources' guards do the tests notice? A guard is an
 ``if`` that ends in return or goto.
 
-    python tests/mutate_guards.py [--draw 40] [--seed COMMIT] [--package engine] [--all]
-                                  [--how negate] [--list]
+    python tests/mutate_guards.py [--draw 40] [--seed COMMIT] [--all] [--how negate] [--list]
 
 Works in a copy of the tree (--folder), built once for the CPU with every guard behind a switch:
 GRADCKPT_GUARD=17 makes guard 17 let everything through. A first pass runs the tests as they are and
@@ -385,9 +384,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=int, default=40, help="how many guards (default: 40)")
     parser.add_argument("--seed", help="what they are drawn by (default: the commit's hash)")
-    parser.add_argument("--package", choices=PACKAGES, help="only guards of this package")
     parser.add_argument("--guard", action="append", default=[], metavar="FILE:LINE", help="this guard, none are drawn")
-    parser.add_argument("--tests", action="append", default=[], metavar="FOLDER", help="only tests below, e.g. engine")
     parser.add_argument("--all", action="store_true", help="with the tests of `make test_all`, too")
     parser.add_argument("--how", choices=("remove", "negate"), default="remove", help="(default: remove)")
     parser.add_argument("--seconds", type=float, default=90, help="of tests for each guard (default: 90)")
@@ -423,7 +420,7 @@ def main() -> int:
 
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     seed = options.seed or head.strip()
-    pool = [n for n, g in enumerate(guards) if not g.apart and options.package in (None, g.package)]
+    pool = [n for n, guard in enumerate(guards) if not guard.apart]
     wanted = {n for n in range(len(guards)) if f"{guards[n].file}:{guards[n].line}" in options.guard}
     drawn = sorted(wanted or random.Random(seed).sample(pool, min(options.draw, len(pool))))
 
@@ -437,9 +434,8 @@ def main() -> int:
         print(f"building the copy in {folder}")
         prepare(folder, guards)
         stamp.write_text(version)
-    below = tuple(options.tests) or ("",)
     files = sorted(p.relative_to(TESTS).as_posix() for p in TESTS.rglob("test_*.py"))
-    files = [f for f in files if f.startswith(below) and f not in TEXT and (options.all or not is_left(f))]
+    files = [f for f in files if f not in TEXT and (options.all or not is_left(f))]
     print("which guards each test meets")
     tests = record(folder, guards, files, "all" if options.all else "test", options.jobs)
 

@@ -1,8 +1,5 @@
 """Layers of transformers and diffusers under torch.compile: they compile, and gradients are as far
-off as without the compiler.
-
-``python tests/helpers/compiled_blocks.py`` prints the whole table.
-"""
+off as without the compiler."""
 
 import pytest
 import torch

@@ -371,20 +371,3 @@ def test_a_view_of_an_input_that_crosses_crosses_compressed():
     assert_same(gradients(graphs.compile(function), *inputs)[:2], gradients(function, *inputs)[:2])
     assert len(graphs.payloads) == 1
     assert [tuple(x.shape) for x in graphs.exact if x.shape == (64, 32)] == []
-
-
-def route(x, w):
-    return gradckpt.checkpoint(lambda t: t * t.topk(2, -1).values.sum(), x * 2 @ w, compress="int8")
-
-
-def test_no_advice_about_a_context_that_was_not_passed():
-    torch._logging._internal.warning_once.cache_clear()
-    log, records = logging.getLogger("torch._higher_order_ops.wrap"), []
-    handler = logging.Handler()
-    handler.emit = records.append
-    log.addHandler(handler)
-    try:
-        gradients(Graphs().compile(route), leaf(32, 64), weight())
-    finally:
-        log.removeHandler(handler)
-    assert records == []

@@ -1,15 +1,7 @@
 """Models of one small layer each, from transformers and diffusers, for torch.compile: by name, a
-function that returns the model and its inputs.
-
-``python tests/helpers/compiled_blocks.py [backend,...] [setting,...] [name,...]`` prints the table:
-gradient errors without the compiler and with it, and what torch's own checkpoint does where
-compiling fails.
-"""
+function that returns the model and its inputs."""
 
 import functools
-import sys
-import time
-import warnings
 
 import model_families
 import torch
@@ -38,11 +30,6 @@ _TEXT = {
     **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "embedding_size": 64},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False},
 }
-_SEQUENCES = {
-    **{"vocab_size": 96, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64},
-    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "use_cache": False},
-}
 _T5 = {
     **{"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4},
     **{"decoder_start_token_id": 0, "pad_token_id": 0, "use_cache": False},
@@ -58,67 +45,29 @@ _SOUND = {
     **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False},
     **{"feat_extract_norm": "layer", "do_stable_layer_norm": True},
 }
-_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_MAE = {
-    **{"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4},
-    "decoder_intermediate_size": 32,
-}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _MLA = {
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
     **{"first_k_dense_replace": 0, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8},
     **{"qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4, "n_shared_experts": 1},
 }
-_GPT2 = {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
-_DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
-_SSM = {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-_WINDOW = {"sliding_window": 8}
-_GEMMA = {**_WINDOW, "query_pre_attn_scalar": 16}
-_PLAIN: dict[str, int] = {}
 
-DECODERS = {
-    **dict.fromkeys(("Llama", "Qwen2", "Qwen3", "Gemma", "Phi", "Phi3", "Olmo", "Olmo2", "Granite", "Cohere"), _PLAIN),
-    **dict.fromkeys(("StableLm", "Starcoder2", "Helium", "Glm", "Glm4", "Ernie4_5", "SmolLM3", "Nemotron"), _PLAIN),
-    **dict.fromkeys(("Mistral", "Cohere2"), _WINDOW),
-    **dict.fromkeys(("Gemma2", "Gemma3Text"), _GEMMA),
-    **dict.fromkeys(("Mixtral", "Qwen3Moe", "Olmoe"), _MOE),
-    "Qwen2Moe": {**_MOE, "shared_expert_intermediate_size": 32},
-    "GptOss": {**_MOE, **_WINDOW},
-    "DeepseekV3": _MLA,
-    "GPTNeoX": {"rotary_pct": 0.5},
-    "Falcon": {"ffn_hidden_size": 96},
-    "Bloom": {"n_layer": 1, "n_head": 4},
-    "GPT2": _GPT2,
-    "GPTJ": {**_GPT2, "rotary_dim": 8},
-    "GPTNeo": {"num_layers": 1, "num_heads": 4, "attention_types": [[["local"], 1]], "window_size": 8},
-    "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "XGLM": {"d_model": 64, "ffn_dim": 96, "num_layers": 1, "attention_heads": 4},
-    "Mpt": {"d_model": 64, "n_heads": 4, "n_layers": 1, "expansion_ratio": 2, "max_seq_len": 64},
-    "Mamba": {"state_size": 8},
-    "Mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
-    "RecurrentGemma": {"block_types": ["recurrent"], "lru_width": 64, "attention_window_size": 8},
-    "FalconH1": {**_SSM, "mamba_d_ssm": 64, "mamba_n_heads": 4},
-    "Bamba": {**_SSM, "mamba_n_heads": 8, "attn_layer_indices": []},
-}
-ENCODERS = {
-    **dict.fromkeys(("Bert", "Roberta", "Electra", "Albert", "MPNet", "NomicBert", "RoFormer", "SqueezeBert"), _PLAIN),
-    "FNet": {},
-    "Deberta": _DISENTANGLED,
-    "DebertaV2": {**_DISENTANGLED, "position_buckets": 8},
-    "DistilBert": {"dim": 64, "hidden_dim": 96, "n_layers": 1, "n_heads": 4},
-    "ModernBert": {"local_attention": 8, "reference_compile": False},
-    "XLM": {"emb_dim": 64, "n_layers": 1, "n_heads": 4},
-}
+#: One of each kind of layer.
 FIELDS = {
-    **{name: {**_TEXT, **fields} for name, fields in (DECODERS | ENCODERS).items()},
-    **dict.fromkeys(("T5", "UMT5"), _T5),
-    "LongT5": {**_T5, "local_radius": 4},
-    **dict.fromkeys(("Bart", "Pegasus", "Marian", "Blenderbot", "M2M100"), _SEQUENCES),
-    **dict.fromkeys(("ViT", "DeiT", "Beit", "Dinov2", "CLIPVision", "SiglipVision"), _IMAGES),
-    "ViTMAE": {**_IMAGES, **_MAE},
-    **dict.fromkeys(("Swin", "Swinv2"), _WINDOWS),
+    "Llama": _TEXT,
+    "Gemma2": {**_TEXT, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "Qwen3Moe": {**_TEXT, **_MOE},
+    "DeepseekV3": {**_TEXT, **_MLA},
+    "Bloom": {**_TEXT, "n_layer": 1, "n_head": 4},
+    "GPT2": {**_TEXT, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64},
+    "Mamba": {**_TEXT, "state_size": 8},
+    "FNet": _TEXT,
+    "DebertaV2": {**_TEXT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8},
+    "T5": _T5,
+    "ViT": _IMAGES,
+    "Swin": _WINDOWS,
     "ConvNext": {"hidden_sizes": [32] * 4, "depths": [1] * 4, "patch_size": 2},
-    "ResNet": {"hidden_sizes": [32, 32], "depths": [1, 1], "embedding_size": 16},
-    **dict.fromkeys(("Wav2Vec2", "Hubert", "WavLM"), _SOUND),
+    "Wav2Vec2": _SOUND,
 }
 
 # ---- inputs ----
@@ -133,9 +82,9 @@ def _ids():
 
 
 def _inputs(name):
-    if name in ("Wav2Vec2", "Hubert", "WavLM"):
+    if name == "Wav2Vec2":
         return {"input_values": _drawn(2, 400)}
-    if "image_size" in FIELDS[name] or name in ("ConvNext", "ResNet"):
+    if "image_size" in FIELDS[name] or name == "ConvNext":
         return {"pixel_values": _drawn(2, 3, 16, 16)}
     mask = torch.ones(2, 32, dtype=torch.long)
     mask[1, 20:] = 0
@@ -148,8 +97,7 @@ def _inputs(name):
 
 
 def _of_transformers(name):
-    fields = {key: value for key, value in FIELDS[name].items() if (name, key) != ("Falcon", "head_dim")}
-    config = getattr(transformers, f"{name}Config")(**fields)
+    config = getattr(transformers, f"{name}Config")(**FIELDS[name])
     for key, value in list(vars(config).items()):
         if "drop" in key and isinstance(value, float):  # Inductor draws other numbers
             setattr(config, key, 0.0)
@@ -170,12 +118,6 @@ def _unet_condition(length=8):
     down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
     model = diffusers.UNet2DConditionModel(**_UNET, down_block_types=down, up_block_types=up, cross_attention_dim=32)
     return model, {"sample": _drawn(2, 4, 16, 16), "timestep": _TIMES, "encoder_hidden_states": _drawn(2, length, 32)}
-
-
-def _unet():
-    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
-    model = diffusers.UNet2DModel(**_UNET, down_block_types=down, up_block_types=up)
-    return model, {"sample": _drawn(2, 4, 16, 16), "timestep": _TIMES}
 
 
 def _dit(layers=1):
@@ -230,35 +172,16 @@ def _wan(layers=1, length=8):
     return model, inputs
 
 
-def _sana():
-    shape = {"sample_size": 8, "patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 1}
-    cross = {"num_cross_attention_heads": 4, "cross_attention_head_dim": 16, "cross_attention_dim": 64}
-    model = diffusers.SanaTransformer2DModel(**shape, **_HEADS, **cross, caption_channels=32)
-    inputs = {"hidden_states": _drawn(2, 4, 8, 8), "encoder_hidden_states": _drawn(2, 8, 32), "timestep": _TIMES}
-    return model, inputs
-
-
-def _ltx():
-    shape = {"in_channels": 8, "out_channels": 8, "num_layers": 1, "cross_attention_dim": 64, "caption_channels": 32}
-    model = diffusers.LTXVideoTransformer3DModel(**shape, **_HEADS)
-    inputs = {"hidden_states": _drawn(2, 16, 8), "encoder_hidden_states": _drawn(2, 8, 32)}
-    place = {"num_frames": 1, "height": 4, "width": 4, "encoder_attention_mask": torch.ones(2, 8)}
-    return model, {**inputs, **place, "timestep": _TIMES.float()}
-
-
 BLOCKS = {name: functools.partial(_of_transformers, name) for name in FIELDS}
 if diffusers is not None:
     BLOCKS |= {
         "UNet2DCondition": _unet_condition,
-        "UNet2D": _unet,
         "DiT": _dit,
         "PixArt": _pixart,
         "SD3": _sd3,
         "Flux": _flux,
         "AutoencoderKL": _vae,
         "Wan": _wan,
-        "Sana": _sana,
-        "LTXVideo": _ltx,
     }
 
 # ---- steps ----
@@ -279,15 +202,6 @@ def build(name):
     return model, inputs
 
 
-#: Of models that transformers does not checkpoint; "layer" elsewhere.
-REPEATED = {
-    "SqueezeBertModel": "SqueezeBertModule",
-    "XLMModel": "TransformerFFN",
-    "ConvNextModel": "ConvNextLayer",
-    "ResNetModel": "ResNetBottleNeckLayer",
-}
-
-
 def turn_on(model, setting):
     options = SETTINGS[setting]
     if hasattr(model, "enable_gradient_checkpointing") and options.get("recompute", True):  # diffusers
@@ -296,8 +210,8 @@ def turn_on(model, setting):
     elif getattr(model, "supports_gradient_checkpointing", True) or not options.get("recompute", True):
         gradckpt.enable(model, **options)
     else:
-        kind = REPEATED.get(type(model).__name__)
-        modules = "layer" if kind is None else [x for x in model.modules() if type(x).__name__ == kind]
+        layers = [x for x in model.modules() if type(x).__name__ == "ConvNextLayer"]
+        modules = layers or "layer"  # which transformers does not checkpoint
         gradckpt.enable(model, modules=modules, **options)
 
 
@@ -348,27 +262,3 @@ def errors(name, setting, backend):
 
 def is_in_bounds(uncompiled, compiled):
     return compiled <= 1.5 * uncompiled + 1e-4
-
-
-def main(backends="", settings="", names=""):
-    warnings.simplefilter("ignore")
-    for name in names.split(",") if names else BLOCKS:
-        for setting in settings.split(",") if settings else SETTINGS:
-            for backend in backends.split(",") if backends else BACKENDS:
-                start = time.perf_counter()
-                try:
-                    uncompiled, compiled, payloads = errors(name, setting, backend)
-                    result = f"{uncompiled:.2e} {compiled:.2e} {payloads:3} payloads"
-                    result += "" if is_in_bounds(uncompiled, compiled) else "  LARGER"
-                except Exception as failure:
-                    result = f"FAILS {type(failure).__name__}: {str(failure)[:200]!r}; torch's own: "
-                    try:
-                        gradients(name, turn_torchs_on, backend)
-                        result += "good"
-                    except Exception as own:
-                        result += type(own).__name__
-                print(f"{name:16} {setting:18} {backend:10} {result} ({time.perf_counter() - start:.0f} s)", flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

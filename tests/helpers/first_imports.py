@@ -116,23 +116,35 @@ def checks(path):
     return answers
 
 
-def in_child(path):
+def in_child(function, otherwise):
+    """What a function returns in a forked child; ``otherwise``: where the child dies."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.close(read)
         try:
-            remove(path)
-            answers = checks(path)
-        except BaseException as error:
-            answers = {"script": f"{type(error).__name__}: {error}"}
-        os.write(write, json.dumps(answers).encode())
-        os._exit(0)
+            os.write(write, json.dumps(function()).encode())
+        finally:
+            os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
         text = pipe.read()
     os.waitpid(pid, 0)
-    return json.loads(text) if text else {"script": "died"}
+    return json.loads(text) if text else otherwise
+
+
+def without(path):
+    try:
+        remove(path)
+        return checks(path)
+    except BaseException as error:
+        return {"script": f"{type(error).__name__}: {error}"}
+
+
+def run_without_names():
+    torch.set_num_threads(1)
+    gradients(lambda net, x: net(x))
+    for path in json.loads(sys.argv[1]):
+        print(json.dumps({path: in_child(lambda path=path: without(path), {"script": "died"})}), flush=True)
 
 
 # ---- The operators are registered while the extension is imported: any answer of torch may be a
@@ -174,37 +186,18 @@ def attempt() -> str:
     return "good" if torch.ops.gradckpt.decode(payload, "raw", [3], x.dtype).equal(x) else "other values"
 
 
-def in_a_child(faults: Any, k: int) -> tuple[int, list[str]]:
+def refused(faults: Any, k: int) -> tuple[int, list[str]]:
     """How many calls there were, and what both attempts said, when call k is refused."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        faults.call_faults_begin(k, None)
-        said = [attempt(), attempt()]
-        os.write(write, json.dumps([faults.call_faults_end(), said]).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        calls, said = json.loads(answer.read() or '[0, ["a crash"]]')
-    os.waitpid(child, 0)
-    return calls, said
+    faults.call_faults_begin(k, None)
+    said = [attempt(), attempt()]
+    return faults.call_faults_end(), said
 
 
-def main() -> None:
+def run_import_faults() -> None:
     faults = install(*sys.argv[1:])
-    calls, said = in_a_child(faults, sys.maxsize)
-    print(json.dumps([said, *(in_a_child(faults, k)[1] for k in range(1, calls + 1))]))
-
-
-def run_without_names():
-    torch.set_num_threads(1)
-    gradients(lambda net, x: net(x))
-    for path in json.loads(sys.argv[1]):
-        print(json.dumps({path: in_child(path)}), flush=True)
-
-
-def run_import_faults():
-    main()
+    crash = (0, ["a crash"])
+    calls, said = in_child(lambda: refused(faults, sys.maxsize), crash)
+    print(json.dumps([said, *(in_child(lambda k=k: refused(faults, k), crash)[1] for k in range(1, calls + 1))]))
 
 
 if __name__ == "__main__":

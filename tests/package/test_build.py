@@ -18,7 +18,6 @@ import setuptools
 from checkout import ROOT
 from setuptools.dist import Distribution
 from setuptools.errors import CompileError, LinkError
-from torch.utils import cpp_extension
 
 from gradckpt import _C
 
@@ -32,10 +31,6 @@ needs_readelf = pytest.mark.skipif(shutil.which("readelf") is None, reason="read
 
 def run(*command):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def test_is_abi3():
-    assert PATH.endswith(".abi3.so")
 
 
 @needs_nm
@@ -69,11 +64,6 @@ def python(code, **env):
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, check=False
     )
-
-
-def test_without_torch_one_sentence():
-    out = python("import sys; sys.modules['torch'] = None\nimport gradckpt")
-    assert re.search(r"ImportError: gradckpt: torch is not installed; run: pip install", out.stderr)
 
 
 def test_old_torch_one_sentence():
@@ -205,18 +195,11 @@ OLD_DEFAULT = ["7.5", "8.0", "8.6", "8.9", "9.0+PTX"]  # of nvcc 12.6
     [
         ("12.6", "Hopper", ["9.0+PTX"], ""),
         ("12.6", "Ampere;Ada", ["8.0", "8.6+PTX", "8.9+PTX"], ""),
-        ("12.6", "8.0 9.0a+PTX", ["8.0", "9.0+PTX"], ""),
         ("12.6", "ampere+tegra 8.6 AMPERE", ["8.7", "8.6+PTX", "8.0"], ""),
-        ("12.6", "Hopper+PTX, 9.0", ["9.0+PTX"], ""),
-        ("12.6", "5.2", OLD_DEFAULT, "5.2"),
         ("12.6", "5.2;8.0", ["8.0"], "5.2"),
-        ("12.6", "12.0+PTX", OLD_DEFAULT, "12.0"),
         ("12.6", "Blackwell Hopper", ["9.0+PTX"], "10.0, 10.3, 12.0, 12.1"),
-        ("12.6", "All", OLD_DEFAULT, ""),
         ("12.6", "Pascal Volta", OLD_DEFAULT, "6.0, 6.1, 7.0"),
         ("12.6", "sm_90 nonsense 8.0", ["8.0"], "sm_90, nonsense"),
-        ("12.6", " ; ", OLD_DEFAULT, ""),
-        ("13.0", "Common", DEFAULT, ""),
         ("13.0", "native", DEFAULT, ""),
         ("13.0", "Blackwell", ["10.0", "10.3", "12.0", "12.1+PTX"], ""),
         ("13.0", "7.0 7.5 8.0 8.6 9.0 10.0 12.0+PTX", ["7.5", "8.0", "8.6", "9.0", "10.0", "12.0+PTX"], "7.0"),
@@ -231,15 +214,6 @@ def test_archs_in_torchs_words(setup_py, nvcc, monkeypatch, capsys, version, tex
     default = "; the default is built" if archs == OLD_DEFAULT else ""
     line = f"gradckpt: left out of TORCH_CUDA_ARCH_LIST: {left_out} (below 7.5, or unknown to nvcc){default}\n"
     assert capsys.readouterr().err == (line if left_out else "")
-
-
-def test_names_are_those_of_torch(setup_py):
-    """Each word that torch's own builds know is known here, with the same numbers or more."""
-    source = (ROOT / cpp_extension.__file__).read_text()
-    named = dict(re.findall(r"^        \('([A-Z][\w+]+)', '([\d.;+PTX]+)'\),$", source, re.MULTILINE))
-    assert len(named) > 10
-    for name, numbers in named.items():
-        assert set(numbers.split(";")) <= set(setup_py.NAMED_ARCHS[name.lower()].split(";")), name
 
 
 def test_nvcc_of_which_no_capability_is_left(setup_py, nvcc, monkeypatch):

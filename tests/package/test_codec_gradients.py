@@ -4,15 +4,11 @@ with and without outlier channels (see bench_fidelity.py).
 Bounds: relative L2 error over all parameters, and the worst parameter's cosine; None: not promised.
 """
 
-import sys
-
 import pytest
 import torch
-from checkout import ROOT
 
 import gradckpt
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
 pytest.importorskip("transformers")
 import trained_models
 
@@ -25,9 +21,6 @@ BOUNDS = {
     "int4": ((0.07, None), (0.18, None)),
 }
 CASES = [(c, m, BOUNDS[c][m in OUTLIERS]) for c in BOUNDS for m in PLAIN + OUTLIERS if BOUNDS[c][m in OUTLIERS]]
-EXACT = [
-    c for c in gradckpt.codecs.names() if "bfloat16" in (i := gradckpt.codecs.info(c))["dtypes"] and i["max_error"] == 0
-]
 
 
 def error_of(codec, model):
@@ -71,25 +64,6 @@ def test_gradients_are_near(codec, model, bounds):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("model", PLAIN + OUTLIERS)
-@pytest.mark.parametrize("codec", EXACT)
-def test_gradients_are_equal(codec, model):
-    assert error_of(codec, model).relative == 0
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
 def test_outlier_channels_need_the_rotation():
     """The control: a codec that outlier channels harm is seen to harm gradients."""
     assert error_of("int8_plain", "llama-wide-outliers").relative > 2 * error_of("int8", "llama-wide-outliers").relative
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("model", OUTLIERS)
-def test_outliers_are_there(model):
-    """Some channels are 10 and more times as large as the median channel,
-    in every layer's input."""
-    for x in trained_models.boundaries(model):
-        size = x.double().pow(2).mean(0).sqrt()
-        assert size.max() >= 10 * size.median()

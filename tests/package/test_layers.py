@@ -5,7 +5,7 @@ import ast
 import re
 
 import pytest
-from checkout import CSRC, ROOT, source
+from checkout import CSRC, ROOT
 
 #: package of csrc -> the packages that it may know, besides itself and gradckpt.h
 ALLOWED = {
@@ -74,8 +74,6 @@ FRAMEWORKS = {
 
 SOURCES = sorted(p for pattern in ("*.c", "*.h", "*.cu", "*.cuh") for p in CSRC.rglob(pattern))
 
-#: (name, id) of every codec.
-ROWS = re.findall(r"^    (?:CODEC|GROUP)\(ARG, (\w+), (\d+)", source("codecs.h").read_text(), re.M)
 
 #: What macros declare, for each row: codecs, device functions (cuda_device.h), kernels (kernels.h).
 BY_MACRO = re.compile(r"gck_(codec_\w+|\w+_cuda|(portable|avx2|avx512)_\w+)")
@@ -296,7 +294,3 @@ def test_callbacks_are_what_c_calls():
     )
     called = {name for p in SOURCES for name in re.findall(r"(?:\.|->)call\.(\w+)", p.read_text())} - {"name"}
     assert set(re.findall(r"CALLBACK\((\w+)\)", table.group(1))) == set(TABLE) == called
-
-
-def test_ids_of_codecs_are_unique():
-    assert len({i for _, i in ROWS}) == len(ROWS) >= 5

@@ -1,9 +1,7 @@
 """The command gradckpt and its doctor, whose self-test can fail;
 and an extension that cannot be loaded."""
 
-import contextlib
 import getpass
-import io
 import json
 import os
 import platform
@@ -198,21 +196,6 @@ def test_other_bytes_of_an_instruction_set_are_found(monkeypatch, capsys):
     assert "int4 float32, int4 float16, int4 bfloat16" in line
 
 
-def test_a_wrong_size_is_found(monkeypatch, capsys):
-    encode = selftest.encode
-
-    def longer(x, name):
-        payload = encode(x, name)
-        codes = torch.nn.functional.pad(payload.codes, (0, 1)) if name == "mask" else payload.codes
-        nbytes = codes.numel() + payload.scales.numel()
-        return SimpleNamespace(codes=codes, scales=payload.scales, nbytes=nbytes, decode=payload.decode)
-
-    monkeypatch.setattr(selftest, "encode", longer)
-    status, out = main(capsys)
-    assert status == 1
-    assert any("payload bytes" in line and "mask bool" in line for line in failed(out))
-
-
 @pytest.mark.parametrize(
     ("name", "broken", "found"),
     [
@@ -386,42 +369,6 @@ def test_a_card_without_kernels_in_the_build_fails(card, capsys):
     assert "CUDA codecs   off: gradckpt is built without CUDA: nvcc not found" in out
     assert all("cuda:0" in line for line in failed(out))
     assert len(failed(out)) >= len(gradckpt.codecs.names())
-
-
-def test_a_card_that_answers_with_an_error(card, capsys, monkeypatch):
-    def refuse(index):
-        raise RuntimeError("CUDA error: out of memory\nmore")
-
-    card((9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
-    _, out = main(capsys, "--no-self-test")
-    assert "GPU 0         unusable (CUDA error: out of memory): NO kernels" in out
-
-
-# ---- the terminal ----
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("rich", [True, False])
-def test_a_narrow_terminal_gets_whole_lines(rich, monkeypatch, capsys):
-    checks = [selftest.Check("round trip int8", "cpu", True, "43.5 dB", "43 dB or more")]
-    monkeypatch.setattr(selftest, "run", lambda: checks)
-    _, plain = main(capsys)
-    monkeypatch.setenv("COLUMNS", "20")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    terminal = Terminal()
-    with contextlib.redirect_stdout(terminal):
-        program.main(["doctor"])
-    shown = terminal.getvalue()
-    assert ("\x1b[" in shown) is rich
-    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == plain
 
 
 # ---- an extension that cannot be loaded ----

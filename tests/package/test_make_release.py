@@ -8,16 +8,12 @@ import tomllib
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-import pytest
-from checkout import ROOT
-
-sys.path.insert(0, str(ROOT / "release"))
-
-import cuda_toolkit
 import distribution
 import fresh_venv
 import make_release
-from commands import Failed, last_line
+import pytest
+from checkout import ROOT
+from commands import Failed
 
 WITH_CUDA = "built with CUDA: nvcc 12.4 for 7.5;8.0;8.6;8.9;9.0+PTX"
 
@@ -78,19 +74,6 @@ def test_an_interpreter_that_is_not_here_is_not_checked_by_name(release):
         assert rows[f"python3.99, torch {torch}"] == ["not checked", "python3.99 is not on PATH"]
 
 
-def test_an_interpreter_that_does_not_start_is_not_checked(release, tmp_path):
-    """As the launchers of version managers are, for a version that is not switched on."""
-    launcher = tmp_path / "python3.13"
-    launcher.write_text("#!/bin/sh\necho 'launcher: no such version' >&2\necho 'Note: see --help' >&2\nexit 127\n")
-    launcher.chmod(0o755)
-    status, rows, _ = release("--pythons", str(launcher), "--torches", "newest")
-    assert status == 0
-    assert rows[f"{launcher}, torch newest"] == [
-        "not checked",
-        f"{launcher} does not start or cannot make a venv: launcher: no such version",
-    ]
-
-
 def test_a_torch_that_cannot_be_had_is_not_checked(release, tmp_path, monkeypatch):
     """The index has torch, in no such version; and there is no index."""
     (tmp_path / "constraints.txt").touch()
@@ -111,19 +94,6 @@ def test_a_torch_that_cannot_be_had_is_not_checked(release, tmp_path, monkeypatc
         server.shutdown()
 
 
-def test_what_fails_is_said_and_the_rest_is_checked(release, capsys):
-    def broken(sdist, wheel):
-        raise Failed("abi3audit failed:\nfirst\nlast")
-
-    def fine(sdist, wheel):
-        return f"{sdist.name} and {wheel.name}"
-
-    status, rows, counts = release(CHECKS=(broken, fine))
-    assert (status, counts) == (1, "4 passed, 1 FAILED, 0 not checked")
-    assert rows["broken"] == ["FAILED", "last"]
-    assert rows["fine"] == ["passed", "gradckpt-9.tar.gz and gradckpt-9.whl"]
-
-
 def test_a_wheel_that_does_not_work_fails(release, monkeypatch):
     """The torch was there; what goes wrong after it is ours."""
     monkeypatch.setattr(fresh_venv.FreshVenv, "add_torch", lambda self, wanted, index: "9")
@@ -141,51 +111,9 @@ def test_without_a_wheel_nothing_passes(release):
     assert rows[f"{sys.executable}, torch 2.11"] == ["not checked", "there is no wheel"]
 
 
-def test_toolkit_of_debians_and_pypis_parts(tmp_path, monkeypatch, capsys):
-    """What nvcc looks for, where it looks; a part that is missing is named."""
-    lacks = set()
-
-    def put(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-
-    def run(command):
-        if command[0] == "dpkg-deb":
-            for there, names, _ in cuda_toolkit.PROGRAMS:
-                for name in set(names) - lacks:
-                    put(command[3] / there / (f"{name}/link.stub" if name == "crt" else name))
-        return "release 12.4"
-
-    def unpack(wheel, folder):
-        nvidia = folder / wheel / "nvidia"
-        put(nvidia / "cuda_nvcc" / "nvvm" / "libdevice" / "libdevice.10.bc")
-        for part in ("cuda_nvcc/include/crt/host_config.h", "cuda_runtime/include/cuda_runtime.h"):
-            put(nvidia / part)
-        put(nvidia / "cuda_runtime" / "lib" / "libcudart_static.a")
-        return nvidia
-
-    monkeypatch.setattr(cuda_toolkit, "run", run)
-    monkeypatch.setattr(cuda_toolkit, "unpack", unpack)
-    assert cuda_toolkit.main([str(tmp_path / "cuda"), "nvidia-cuda-toolkit.deb"]) == 0
-    made = {str(path.relative_to(tmp_path / "cuda")) for path in (tmp_path / "cuda").rglob("*") if path.is_file()}
-    assert made >= {"bin/nvcc", "bin/nvcc.profile", "bin/crt/link.stub", "bin/fatbinary", "nvvm/bin/cicc"}
-    assert made >= {"include/crt/host_config.h", "include/cuda_runtime.h", "lib64/libcudart_static.a"}
-    lacks.add("cicc")
-    assert cuda_toolkit.main([str(tmp_path / "less"), "nvidia-cuda-toolkit.deb"]) == 1
-    assert "cicc" in capsys.readouterr().err
-
-
 def test_what_is_tried_begins_with_the_least_that_is_promised():
     makefile = (ROOT / "Makefile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python, torch = (re.search(rf"^{name} \?= (\S+)", makefile, re.MULTILINE)[1] for name in ("PYTHONS", "TORCHES"))
     assert project["requires-python"] == f">={python.removeprefix('python')}"
     assert project["dependencies"] == [f"torch>={torch}"]
-
-
-def test_the_reason_is_the_last_error():
-    said = "ERROR: Could not find a version\nERROR: No matching distribution found\n[notice] A new release of pip\n"
-    assert last_line(said) == "No matching distribution found"
-    assert last_line("Traceback\nImportError: no torch\nSee numpy.org for help.\n") == "ImportError: no torch"
-    assert last_line("gradckpt: nvcc failed\nERROR Backend failed\n") == "gradckpt: nvcc failed"
-    assert last_line("first\nlast\n\n") == "last"

@@ -12,16 +12,12 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import distribution as dist
+import fresh_venv
 import pytest
 from checkout import ROOT
 
 import gradckpt
-
-sys.path.insert(0, str(ROOT / "release"))
-
-import distribution as dist
-import fresh_venv
-import glibc_stubs
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +104,6 @@ def test_wheel_passes_every_checker(sdist, wheel):
         assert look(sdist, wheel)
 
 
-def test_what_the_extension_needs(wheel, tmp_path):
-    libraries, versions, loose = dist.needs(dist.extension(wheel, tmp_path))
-    assert libraries <= dist.SYSTEM
-    assert max(map(glibc_stubs.number, versions)) <= (2, 17)
-    assert not loose
-
-
 def with_changes(wheel, to, change):
     """The wheel again, with ``change(name, bytes)`` for each file: other bytes,
     or None to leave it out."""
@@ -177,30 +166,3 @@ def test_the_version_is_kept_once():
 def test_the_version_is_the_newest_of_the_changelog():
     headings = re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == gradckpt.__version__
-
-
-# ---- the C library's stubs
-
-
-def linked(tmp_path, source, target, *flags):
-    """(what it needs of glibc, names without a version) of a C program's library,
-    linked for that release."""
-    glibc_stubs.make(tmp_path / "stubs", target)
-    (tmp_path / "x.c").write_text(source)
-    out = tmp_path / "x.so"
-    command = ["gcc", "-shared", "-fPIC", "-o", str(out), str(tmp_path / "x.c"), f"-L{tmp_path / 'stubs'}", *flags]
-    subprocess.run(command, check=True, env={**os.environ, "LC_ALL": "C"})
-    return dist.needs(out)
-
-
-def test_stubs_take_the_old_version_of_a_symbol(tmp_path):
-    source = "#include <dlfcn.h>\nvoid *f(void) { return dlopen(0, RTLD_NOW); }\n"
-    libraries, versions, loose = linked(tmp_path, source, "2.17", "-ldl")
-    assert "libdl.so.2" in libraries
-    assert versions == {"GLIBC_2.2.5" if os.uname().machine == "x86_64" else "GLIBC_2.17"}
-    assert not loose
-
-
-def test_stubs_have_nothing_that_is_newer(tmp_path):
-    _, _, loose = linked(tmp_path, "#include <sys/random.h>\nint f(void) { return getentropy(0, 0); }\n", "2.17")
-    assert loose == {"getentropy"}  # of 2.25

@@ -41,18 +41,6 @@ def test_pages_show_what_the_command_prints(page, tmp_path):
     assert written(text, tmp_path) == text, RERUN
 
 
-def test_an_old_figure_is_replaced(tmp_path):
-    command = "gradckpt plan google/vit-large-patch16-224 --batch 2"
-    mark = "<!-- of its output, by tests/helpers/pages.py: verdict, lines -->"
-    page = f"```console\n$ {command}\n```\n\n{mark}\n\n```text\nIt fits.\n```\n\n<!-- end -->\n"
-    found = written(page, tmp_path)
-    assert "It fits." not in found
-    assert "is needed" in found
-    assert "To train so:\n  none" in found
-    assert "setting" not in found
-    assert found.endswith("```\n\n<!-- end -->\n")
-
-
 @these_versions
 def test_the_live_model_prints_what_the_page_shows():
     page = (ROOT / "docs" / "decide.md").read_text()

@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 import pytest
-from checkout import PROGRAMS, ROOT
+from checkout import PROGRAMS
 from worlds import LAUNCH, REGION, call, program, script
 
 import gradckpt
@@ -16,20 +16,6 @@ import gradckpt._script
 import gradckpt.run
 
 TRAINER = PROGRAMS / "hf_trainer.py"
-
-
-def test_help():
-    shown = call(*LAUNCH, "--help", cwd=ROOT).stdout
-    for word in (
-        *(name for name in gradckpt.codecs.names() if name != "mask"),
-        "torchrun",
-        "accelerate launch",
-        "--policy",
-        "--fake-quantize",
-        "--min-numel",
-        "--stats",
-    ):
-        assert word in shown
 
 
 @pytest.mark.parametrize(
@@ -49,7 +35,6 @@ def test_help():
         ([sys.executable, "-m", "job", "-u"], "this Python; write:\n  gradckpt run -m job -u\n"),
         (["python3", "-W", "error", "-mjob"], "write:\n  python3 -W error -m gradckpt run -m job\n"),
         (["--codec", "int4", "script.py"], "unknown option --codec; did you mean --compress?"),
-        (["--compres", "int4", "script.py"], "unknown option --compres; did you mean --compress?"),
         (["--compress", "int9", "script.py"], "unknown codec 'int9'; did you mean 'int8'? choose one of: raw, "),
         (["--policy", "all", "script.py"], "unknown policy 'all'; choose one of: save_matmuls"),
         (["--min-numel", "-1", "script.py"], "min_numel counts values and cannot be -1"),
@@ -63,19 +48,14 @@ def test_help():
         (["-m", "missing_module.train"], "there is no module 'missing_module.train'"),
         ([], "which script?"),
         (["-m"], "which module?"),
-        (["--comp", "int8", "script.py"], "unknown option --comp; did you mean --compress?"),
         (["--zip", "script.py"], "unknown option --zip; gradckpt run --help lists the options"),
         (["-m", "torch.distributed.run", "script.py"], "torchrun ... -m gradckpt.run --compress int8"),
-        (["-m", "accelerate.commands.launch", "script.py"], "accelerate launch ... -m gradckpt.run"),
         (["/usr/bin/torchrun", "script.py"], "torchrun ... -m gradckpt.run"),
         (
             ["axolotl", "train", "a.yml"],
             "run its module:\n  gradckpt run --compress int8 -m axolotl.cli.train [arguments]",
         ),
-        (["trl", "sft"], "run its module:\n  gradckpt run --compress int8 -m trl.scripts.sft [arguments]"),
         (["-m", "folder"], "folder is a package without __main__; name one of its modules: -m folder.MODULE"),
-        (["-mfolder"], "folder is a package without __main__; name one of its modules: -m folder.MODULE"),
-        (["-m", ".train"], "there is no module '.train'"),
         (["package"], "there is no script 'package' (from "),
         (["pdb"], "; for the module: gradckpt run -m pdb"),
         (["bash"], "bash is no Python script; run the module that it starts: gradckpt run -m MODULE"),
@@ -97,10 +77,6 @@ def test_bad_arguments_before_the_script_starts(tmp_path, monkeypatch, capsys, a
     assert shown.out == ""
 
 
-def test_bad_arguments_end_with_2(tmp_path):
-    assert "which script?" in call(*LAUNCH, cwd=tmp_path, status=2).stderr
-
-
 def test_options_reach_the_patch(tmp_path):
     path = script(tmp_path, textwrap.dedent(REGION) + "step()")
     options = ["--compress", "int4", "--fake-quantize", "--min-numel", "7", "--policy", "save_matmuls:int8"]
@@ -116,8 +92,7 @@ BEHIND = "gradckpt run: behind the script, so given to it: {}; options of gradck
 
 
 def test_options_behind_the_script_are_the_scripts(tmp_path):
-    """And who meant gradckpt is told, whether the script refuses them,
-    swallows them or has one of that name."""
+    """And who meant gradckpt is told, whether the script refuses them or swallows them."""
     strict = script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()", "strict.py")
     done = call(*LAUNCH, strict, "--compress", "int4", "--fake-quantize", cwd=tmp_path, status=2)
     assert "unrecognized arguments: --compress int4 --fake-quantize" in done.stderr
@@ -130,9 +105,6 @@ def test_options_behind_the_script_are_the_scripts(tmp_path):
     assert "compressed 1 of 1 tensors in int8" in done.stderr
     done = call(*LAUNCH, loose, "--quiet", "--stats", "x", cwd=tmp_path)
     assert "behind" not in done.stderr, "words of many scripts"
-    done = call(*LAUNCH, "--compress=int4", loose, "--compress", "gzip", "--min-numel=1", cwd=tmp_path)
-    assert done.stderr.startswith(BEHIND.format("--min-numel=1")), "the script has an option of the other name"
-    assert "behind" not in call(*LAUNCH, "--quiet", loose, "--compress", "int4", cwd=tmp_path).stderr
 
 
 @pytest.mark.parametrize("name", ["accelerate", "torchrun", "deepspeed"])

@@ -84,37 +84,6 @@ def test_since_before_a_reset():
     assert (scalars["compressed"], scalars["uncompressed/smaller_than_min_numel"]) == (2, 2)
 
 
-def events(folder):
-    """{tag: [(step, value)]} of what a SummaryWriter left there."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(folder))
-    accumulator.Reload()
-    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
-
-
-def log(writer, step, prefix="gradckpt/"):
-    for tag, value in gradckpt.stats().scalars(prefix).items():
-        writer.add_scalar(tag, value, step)
-
-
-def test_tensorboard(tmp_path):
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(tmp_path) as writer:
-        for step in (1, 2):
-            train(2)
-            log(writer, step)
-        log(writer, 2, "other/")
-    found = events(tmp_path)
-    assert found["gradckpt/compressed"] == [(1, 2.0), (2, 4.0)]
-    assert found["other/compressed"] == [(2, 4.0)]
-    wanted = gradckpt.stats().scalars()
-    assert {tag for tag in found if tag.startswith("gradckpt/")} == set(wanted)
-    for tag, value in wanted.items():
-        assert found[tag][-1] == (2, pytest.approx(value, rel=1e-6)), tag
-
-
 # ---- for people ----
 
 

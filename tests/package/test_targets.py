@@ -8,17 +8,13 @@ from checkout import ROOT, TESTS
 from targets import LEFT, ROWS, SOAK, is_left
 
 
-def check_is_there(key):
+@pytest.mark.parametrize("key", [*LEFT, *SOAK, *ROWS])
+def test_whatis_left_is_there(key):
+    """A test that was renamed would come back to `make test` without a word."""
     path, _, name = key.partition("::")
     assert (TESTS / path).exists()
     for part in filter(None, name.partition("[")[0].split("::")):
         assert f"def {part}" in (TESTS / path).read_text() or f"class {part}" in (TESTS / path).read_text()
-
-
-@pytest.mark.parametrize("key", [*LEFT, *SOAK, *ROWS])
-def test_whatis_left_is_there(key):
-    """A test that was renamed would come back to `make test` without a word."""
-    check_is_there(key)
 
 
 #: In one process: the files import torch.

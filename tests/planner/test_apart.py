@@ -2,9 +2,6 @@
 
 import logging
 import os
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
 import queue
 import random
 import signal
@@ -217,13 +214,9 @@ def test_no_fork_beside_a_thread():
         thread.join()
 
 
-def test_no_fork_in_a_process_group(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert not _apart.can_fork()
-
-
-def test_no_fork_beside_an_accelerator(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_: True)
+@pytest.mark.parametrize(("part", "name"), [(torch.distributed, "is_initialized"), (torch.accelerator, "is_available")])
+def test_no_fork_in_a_process_group_or_beside_an_accelerator(part, name, monkeypatch):
+    monkeypatch.setattr(part, name, lambda *_: True)
     assert not _apart.can_fork()
 
 

@@ -3,10 +3,6 @@
 import dataclasses
 import gc
 import json
-import os
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
 import logging
 import pickle
 import re
@@ -47,11 +43,6 @@ def between(plain, part):
     held = sum(plain.fixed.values())
     least = plain.smallest_budget - held
     return f"activations:{int(least + part * (plain.peak - held - least))}"
-
-
-def step_peak(model, batch):
-    model(batch).backward()  # gradients exist, as plan() is told by the model
-    return peak_of(lambda: model(batch).backward())
 
 
 def gradients(model, batch):
@@ -122,22 +113,18 @@ def test_what_is_no_budget(budget, said):
         gradckpt.plan(net(2), BATCH, budget=budget)
 
 
-@pytest.mark.parametrize("name", ["compress", "error", "optimizer"])
-def test_keywords_that_need_a_budget(name):
-    with pytest.raises(ValueError, match=f"^gradckpt: {name}= needs budget="):
-        gradckpt.plan(net(2), BATCH, **{name: "int8"})
-
-
-@pytest.mark.parametrize(("name", "value"), [("memory", "1GiB"), ("measure", True)])
-def test_keywords_that_exclude_a_budget(name, value):
-    with pytest.raises(ValueError, match=f"^gradckpt: budget= and {name}= exclude each other"):
-        gradckpt.plan(net(2), BATCH, budget="1GiB", **{name: value})
-
-
-@pytest.mark.parametrize("error", ["1", "110%", 0, 1.5, True, "x"])
-def test_what_is_no_error(error):
-    with pytest.raises(ValueError, match="is no relative error"):
-        gradckpt.plan(net(2), BATCH, budget="1GiB", error=error)
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        *(({name: "int8"}, f"^gradckpt: {name}= needs budget=") for name in ("compress", "error", "optimizer")),
+        ({"budget": "1GiB", "memory": "1GiB"}, "^gradckpt: budget= and memory= exclude each other"),
+        ({"budget": "1GiB", "measure": True}, "^gradckpt: budget= and measure= exclude each other"),
+        *(({"budget": "1GiB", "error": error}, "is no relative error") for error in ("1", "110%", 0, 1.5, True, "x")),
+    ],
+)
+def test_wrong_keywords(keywords, said):
+    with pytest.raises(ValueError, match=said):
+        gradckpt.plan(net(2), BATCH, **keywords)
 
 
 # ---- plans
@@ -152,67 +139,6 @@ def test_options_change_no_gradient_unless_permitted():
         allowed({"codec": "int8", "min_numel": 1}, False)
     with pytest.raises(ValueError, match="holds booleans"):
         allowed("mask", False)
-
-
-@pytest.mark.parametrize("compress", [None, ("int8", "int4")])
-def test_a_step_stays_within_the_budget(compress, monkeypatch):
-    """By the allocator; and no single faster option would."""
-    fixed_costs(monkeypatch)
-    model = net()
-    model(BATCH).backward()
-    plain = gradckpt.plan(model, BATCH, budget="1GiB", compress=compress)
-    assert plain.is_plain
-    assert "It fits 1.00 GiB without checkpointing" in str(plain)
-    assert "binds" not in str(plain)
-    seconds = []
-    for part in (0.0, 0.1, 0.3, 0.6, 0.9):
-        plan = gradckpt.plan(model, BATCH, budget=between(plain, part), compress=compress)
-        plan.apply(model)
-        peak = step_peak(model, BATCH)
-        gradckpt.disable(model)
-        held = sum(plan.fixed.values())
-        assert plan.peak <= plan.budget
-        assert plan.peak - held == pytest.approx(peak, rel=0.01)
-        assert peak <= plan.budget - held
-        assert plan.bound <= plan.seconds <= plain.seconds * 1.5
-        seconds.append(plan.seconds)
-    assert seconds == sorted(seconds, reverse=True)
-    assert len(set(seconds)) > 3
-    assert not any(region.option.codec for region in plan.regions) or compress
-
-
-def test_a_budget_that_is_too_small(monkeypatch):
-    fixed_costs(monkeypatch)
-    model = net()
-    smallest = smallest_of(lambda: gradckpt.plan(model, BATCH, budget="2MiB"))
-    plan = gradckpt.plan(model, BATCH, budget=smallest)
-    assert plan.peak <= smallest
-    with pytest.raises(ValueError, match="no plan stays within"):
-        gradckpt.plan(model, BATCH, budget=smallest - 1)
-
-
-def test_nothing_of_the_model_changes():
-    model = net(3)
-    model.blocks.append(nn.Dropout(0.5))
-    model.norm = nn.BatchNorm1d(NET_WIDTH)
-    model.forward = lambda x: model.norm(Net.forward.__get__(model)(x) * x).square().mean()
-    gradckpt.enable(model, "int8", modules=PlannedBlock)
-    model(BATCH).backward()
-    with Untouched(model):
-        gradckpt.plan(model, BATCH, budget="1GiB", modules=PlannedBlock)
-
-
-def test_gradients_of_an_exact_plan(monkeypatch):
-    fixed_costs(monkeypatch)
-    model = net()
-    exact = gradients(model, BATCH)
-    model.zero_grad()
-    plain = gradckpt.plan(model, BATCH, budget="1GiB")
-    plan = gradckpt.plan(model, BATCH, budget=between(plain, 0.5))
-    assert len({region.option for region in plan.regions}) > 1
-    assert plan.error is None
-    plan.apply(model)
-    assert all(torch.equal(a, b) for a, b in zip(exact, gradients(model, BATCH), strict=True))
 
 
 def test_an_error_budget(monkeypatch):
@@ -339,47 +265,25 @@ def test_a_plan_for_another_model(tmp_path):
     other.embed.weight = nn.Parameter(torch.zeros(NET_WIDTH, 64))
     with pytest.raises(ValueError, match=r"another model: 'embed\.weight', 128 x 64, was 128 x 128; make a new plan"):
         gradckpt.enable(other, plan=plan)
-    for text, said in (
-        ("{", "is no plan"),
-        ('{"version": 9}', "version 9"),
-        ('{"version": 1}', "is a damaged plan: model is missing; make a new plan"),
-    ):
-        (tmp_path / "x.json").write_text(text)
-        with pytest.raises(ValueError, match=said):
-            gradckpt.enable(net(3), plan=tmp_path / "x.json")
-
-
-def test_what_is_no_plan(tmp_path):
+    (tmp_path / "x.json").write_text('{"version": 9}')
+    with pytest.raises(ValueError, match="version 9"):
+        gradckpt.enable(net(3), plan=tmp_path / "x.json")
     with pytest.raises(ValueError, match=r"^gradckpt: plan='.*/no\.json' cannot be read .*; write it with plan\.save"):
         gradckpt.enable(net(2), plan=str(tmp_path / "no.json"))
-    for value in ({"version": 1}, 3, True):
-        with pytest.raises(TypeError, match=r"^gradckpt: plan= takes a Plan or the path of its file, not .*plan\.save"):
-            gradckpt.enable(net(2), plan=value)
-    with pytest.raises(TypeError):
-        gradckpt.Plan.load(3)
+    with pytest.raises(TypeError, match=r"^gradckpt: plan= takes a Plan or the path of its file, not .*plan\.save"):
+        gradckpt.enable(net(2), plan={"version": 1})
 
 
 def test_a_budget_in_the_verdict():
     plan = gradckpt.plan(net(2), BATCH, budget="1GiB")
     for budget, text, said in [
         (30 * 2**20, "30MiB", "30.00 MiB"),
-        (3 * 2**29, "1.5 GiB", "1.50 GiB"),
         (60 * 10**9, "60GB", "55.88 GiB (60GB)"),
         (2**30, "90%", "1.00 GiB (90%)"),
-        (2**30, "activations:1GiB", "1.00 GiB (activations:1GiB)"),
         (2**30, "1,073,741,824 bytes", "1.00 GiB (1,073,741,824 bytes)"),
     ]:
         shown = dataclasses.replace(plan, budget=budget, budget_text=text)
         assert shown.verdict.startswith(f"It fits {said} without")
-
-
-def test_names_in_a_table():
-    plan = gradckpt.plan(net(3), BATCH, budget="1GiB")
-    long = [dataclasses.replace(r, name=f"base_model.model.layers.{i}.inner") for i, r in enumerate(plan.regions)]
-    assert "\nbase_model.model.layers.0.inner to 2.inner (3 PlannedBlock)  keep" in str(
-        dataclasses.replace(plan, regions=tuple(long))
-    )
-    assert "\nblocks.0 to 2 (3 PlannedBlock)  keep" in str(plan)
 
 
 # ---- a model that trains
@@ -490,14 +394,6 @@ def test_it_is_planned_again_for_more(monkeypatch, caplog):
         model(torch.randn(4 * ROWS, NET_WIDTH))
         model.train()
         assert len(caplog.records) <= said + 1  # of the first call with the larger input
-
-
-def test_one_token(monkeypatch):
-    fixed_costs(monkeypatch)
-    model = net(3)
-    gradckpt.enable(model, budget="1GiB")
-    for _ in range(3):
-        Training(model).step(torch.randn(1, NET_WIDTH))
 
 
 def test_a_copy_plans_by_itself(monkeypatch):

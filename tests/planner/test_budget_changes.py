@@ -147,17 +147,12 @@ def test_states_in_a_list_that_grows_count():
 # ---- the walk itself
 
 
-def plain_read(model):
-    """What a walk finds, by torch's own walks."""
-    return [(p.nbytes, p.requires_grad) for p in model.parameters()], gradient_bytes(model)
-
-
 def test_a_walk_finds_what_parameters_have():
     model, walk = net(LAYERS), ParameterWalk()
 
     def check():
-        found = walk.read(model)
-        assert found[:2] == plain_read(model)
+        by_torch = [(p.nbytes, p.requires_grad) for p in model.parameters()], gradient_bytes(model)
+        assert walk.read(model)[:2] == by_torch
 
     check()
     step(model)

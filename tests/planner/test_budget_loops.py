@@ -1,9 +1,5 @@
 """enable(budget=) in loops: losses outside of the model, and inputs whose shapes change."""
 
-import os
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
 import gc
 import logging
 import sys
@@ -141,30 +137,6 @@ def test_inputs_that_are_larger_in_another_dimension(caplog):
         assert caplog.text.count("planning Net") == 2, "each shape is planned once"
 
 
-def test_an_input_that_is_larger_in_all_dimensions(caplog):
-    model = net()
-    gradckpt.enable(model, budget="1GiB")
-    with caplog.at_level(logging.INFO, "gradckpt"):
-        for shape in ((2, 32), (1, 48), (2, 48), (2, 32), (1, 48), (1, 1)):
-            model(torch.randn(*shape, WIDTH)).square().mean().backward()
-            model.zero_grad()
-    assert caplog.text.count("planning Net") == 3
-
-
-def test_gradients_of_each_shape_count(caplog):
-    """A plan for other inputs, made when no gradients exist, is made again when some do."""
-    model = net()
-    gradckpt.enable(model, budget="1GiB")
-    many, long = torch.randn(4, 16, WIDTH), torch.randn(1, 32, WIDTH)
-    with caplog.at_level(logging.INFO, "gradckpt"):
-        for x in 3 * (many, long):
-            for _ in range(2):
-                model(x).square().mean().backward()
-            model.zero_grad()
-    assert caplog.text.count("planning Net") == 2
-    assert caplog.text.count("planned again, since gradients exist") == 2
-
-
 # ---- several backwards before the optimizer steps
 
 
@@ -232,16 +204,6 @@ def test_a_loop_that_has_the_outputs_in_the_backward():
     assert peak_of(step) <= least + logits
 
 
-def test_another_budget_takes_the_place_of_the_first():
-    model, x = net(), torch.randn(2, TOKENS, WIDTH)
-    for calls in range(3):
-        for budget in ("1GiB", "2GiB"):
-            gradckpt.enable(model, budget=budget)
-            for _ in range(calls):
-                model(x).square().mean().backward()
-    assert vars(model)["_gradckpt_budget"].plan.budget == 2 * 2**30
-
-
 def test_each_call_is_refused():
     model, x = net(), torch.randn(2, TOKENS, WIDTH)
     gradckpt.enable(model, budget="activations:1KiB")
@@ -255,24 +217,6 @@ def test_each_call_is_refused():
     for _ in range(2):
         with pytest.raises(ValueError, match="no plan stays within"):
             model(torch.randn(64, TOKENS, WIDTH))
-
-
-def test_layers_that_are_trained_later():
-    model, x = net(), torch.randn(4, TOKENS, WIDTH)
-    model.blocks[:3].requires_grad_(False)
-    model(x).square().mean().backward()
-    model.zero_grad()
-
-    def step():
-        model(x).square().mean().backward()
-        model.zero_grad()
-
-    gradckpt.enable(model, budget="activations:700KiB")
-    step()
-    step()
-    model.requires_grad_(True)
-    step()  # measures
-    assert peak_of(step) <= 700 * 1024
 
 
 def test_a_forward_that_runs_the_backward():
@@ -336,56 +280,18 @@ def test_buffers_that_a_forward_assigns_move_once_with_each_call():
     assert model.blocks[0].mean == 0
 
 
-# ---- models that change
-
-
-def planned(model, part=0.5):
-    """A model with a plan, by two training calls; and the step that runs."""
-    x = torch.randn(4, TOKENS, WIDTH)
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_regions_that_are_gone(change):
+    model, x = net(), torch.randn(4, TOKENS, WIDTH)
 
     def step():
         model.zero_grad()
         model(x).square().mean().backward()
 
-    least = smallest(model, step)
-    plain = peak_of(step)
-    model.zero_grad()
-    gradckpt.enable(model, budget=f"activations:{round(least + part * (plain - least))}")
+    budget = smallest(model, step)
+    gradckpt.enable(model, budget=f"activations:{budget}")
     for _ in range(2):
         step()
-    return step
-
-
-def test_untied_weights_are_new_ones():
-    model = net()
-    model.blocks[1].qkv.weight = model.blocks[0].qkv.weight
-    step = planned(model)
-    before = vars(model)["_gradckpt_budget"].plan
-    model.blocks[1].qkv.weight = nn.Parameter(model.blocks[0].qkv.weight.detach().clone())
-    for _ in range(2):
-        step()
-    after = vars(model)["_gradckpt_budget"].plan
-    assert sum(after.fixed.values()) > sum(before.fixed.values())
-
-
-def test_frozen_weights_of_another_dtype_are_others():
-    model = net(64)
-    model.head.requires_grad_(False)
-    step = planned(model)
-    walk = vars(model)["_gradckpt_budget"]
-    before = walk._setup
-    model.head.double().float()
-    step()
-    assert walk._setup == before
-    model.head = nn.Linear(WIDTH, 128).requires_grad_(False)
-    step()
-    assert walk._setup != before
-
-
-@pytest.mark.parametrize("change", ["removed", "replaced"])
-def test_regions_that_are_gone(change):
-    model = net()
-    step = planned(model)
     if change == "removed":
         del model.blocks[-1]
     else:

@@ -1,9 +1,5 @@
 """Budgets of mixtures of experts: kept whatever experts tokens choose."""
 
-import os
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
 import pytest
 import torch
 import transformers
@@ -36,13 +32,6 @@ def mixtral(experts=4, **shape):
     return transformers.MixtralForCausalLM(config)
 
 
-def frozen_experts():
-    model = mixtral(8, hidden_size=128, intermediate_size=256)
-    for layer in model.model.layers:
-        layer.mlp.experts.requires_grad_(False)
-    return model
-
-
 def qwen():
     own = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
     config = transformers.Qwen2MoeConfig(**SHAPE, **own, num_experts=4, num_experts_per_tok=CHOSEN)
@@ -73,13 +62,7 @@ def nearly_the_same(tokens, experts):
     return chosen
 
 
-def one_other(tokens, experts):
-    chosen = the_same(tokens, experts)
-    chosen[0, 0] = experts - 1
-    return chosen
-
-
-FORCED = [equally_often, the_same, nearly_the_same, one_other]
+FORCED = [equally_often, the_same, nearly_the_same]
 
 _topk = torch.topk
 
@@ -101,7 +84,7 @@ def peak(model, batch):
     return memory.peak
 
 
-@pytest.mark.parametrize("make", [mixtral, frozen_experts, qwen])
+@pytest.mark.parametrize("make", [mixtral, qwen])
 def test_a_budget_is_kept_whatever_is_chosen(make, monkeypatch):
     torch.manual_seed(0)
     model = make().train()

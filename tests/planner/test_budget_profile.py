@@ -1,15 +1,11 @@
 """plan(profile=): plans from what was measured for an earlier one, and the search within errors."""
 
-import os
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
 import dataclasses
 import itertools
 import json
 import math
+import os
 import random
-import re
 import subprocess
 import sys
 
@@ -28,10 +24,9 @@ from small_models import (  # noqa: F401 (a fixture of every test here)
 
 import gradckpt
 from gradckpt import _apart
-from gradckpt._planning import options, profile
-from gradckpt._planning.chain import Chosen, approach
+from gradckpt._planning import options
+from gradckpt._planning.chain import approach
 from gradckpt._planning.profile import Profile
-from gradckpt._planning.region_plan import NoPlan
 from gradckpt._planning.segments import KINDS, Segment, StepTrace, condensed
 
 BATCH = torch.randn(ROWS, NET_WIDTH, generator=torch.Generator().manual_seed(0))
@@ -62,6 +57,7 @@ def test_a_plan_is_a_profile(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     first.save(path)
     assert gradckpt.Plan.load(path).profile == first.profile
+    assert len(json.loads(path.read_text())["profile"]["measured"]) == 1, "layers that are alike share it"
     monkeypatch.setattr(Profile, "measure", never)
     budget = part_of(first, 0.5)
     plans = [gradckpt.plan(model, BATCH, budget=budget, profile=each) for each in (first, path, str(path))]
@@ -71,19 +67,6 @@ def test_a_plan_is_a_profile(tmp_path, monkeypatch):
     assert plans[0].peak <= plans[0].budget
     again = gradckpt.plan(model, BATCH, budget="1GiB", profile=plans[0])
     assert dataclasses.replace(again, profile=None) == dataclasses.replace(first, profile=None)
-
-
-def test_the_file_is_short(tmp_path, monkeypatch):
-    fixed_costs(monkeypatch)
-    path = tmp_path / "plan.json"
-    gradckpt.plan(net(), BATCH, budget="1GiB").save(path)
-    made = gradckpt.Plan.load(path)
-    lines = path.read_text().splitlines()
-    saved = json.loads(path.read_text())["profile"]
-    assert len(saved["measured"]) == 1, "layers that are alike share what was measured"
-    assert len([line for line in lines if re.search(r"\d, \d", line)]) > 5
-    dataclasses.replace(made, profile=None).save(path)
-    assert len(lines) - len(path.read_text().splitlines()) < 7 * len(saved["options"]) + 30
 
 
 def test_the_same_file_gives_the_same_bytes(tmp_path, monkeypatch):
@@ -116,26 +99,11 @@ def test_the_same_file_gives_the_same_bytes(tmp_path, monkeypatch):
         assert one == other
 
 
-def other_blocks():
-    model = net(2)
-    model.blocks[1].up, model.blocks[1].down = (
-        torch.nn.Linear(NET_WIDTH, NET_WIDTH),
-        torch.nn.Linear(NET_WIDTH, NET_WIDTH),
-    )
-    return model
-
-
 @pytest.mark.parametrize(
     ("model", "batch", "keywords", "said"),
     [
         (lambda: net(3), BATCH, {}, "another model: 'blocks.2.norm.weight', 128, is not in it; make a new plan"),
         (lambda: net(2), BATCH, {"modules": "blocks.0"}, "with other modules: 'blocks.1' is no region here"),
-        (
-            other_blocks,
-            BATCH,
-            {"modules": PlannedBlock},
-            "another model: 'blocks.1' has other parameters; make a new plan",
-        ),
         (
             lambda: net(2),
             BATCH[:64],
@@ -201,36 +169,6 @@ def test_more_is_never_slower(monkeypatch):
     assert gradckpt.plan(model, BATCH, budget=f"activations:{smallest}", error=errors[-1], profile=made).error <= 0.03
     with pytest.raises(ValueError, match=rf"the smallest budget is .* \({smallest} bytes\)"):
         gradckpt.plan(model, BATCH, budget=f"activations:{smallest - 1}", error=errors[-1], profile=made)
-
-
-def test_plans_that_a_profile_knows_are_considered(monkeypatch):
-    """Also where the planner would find a slower one, or none."""
-    fixed_costs(monkeypatch)
-    model = net(4)
-    whole = gradckpt.plan(model, BATCH, budget="1GiB", error="1%")
-    made = gradckpt.plan(model, BATCH, budget=part_of(whole, 0.3), error="1%", profile=whole)
-    bytes_alone = gradckpt.plan(model, BATCH, budget=part_of(whole, 0.3), compress=["int8", "int6", "int4"])
-    monkeypatch.setattr(profile, "approach", lambda *_: None)
-    more = gradckpt.plan(model, BATCH, budget=part_of(whole, 0.5), error="2%", profile=made)
-    assert (more.regions, more.seconds, more.error) == (made.regions, made.seconds, made.error)
-    least = min(each.peak for each in made.profile.known if each.error is not None and each.error <= 0.02)
-    assert more.smallest_budget - sum(more.fixed.values()) >= least
-    assert more.peak <= more.budget
-    with pytest.raises(NoPlan):
-        gradckpt.plan(model, BATCH, budget="activations:1MiB", error="2%", profile=made)
-
-    def nothing(self, chain, budget, fixed, error=None):
-        raise NoPlan("", 0, (1,) * 4)
-
-    def slow(self, chain, budget, fixed, error=None):
-        choice = (1,) * 4
-        return Chosen(choice, self.trace_of(choice), self.seconds(choice), 0.0, (0, choice), ())
-
-    for planner in (nothing, slow):
-        monkeypatch.setattr(Profile, "fastest", planner)
-        codecs = ["int8", "int6", "int4"]
-        more = gradckpt.plan(model, BATCH, budget=part_of(whole, 0.4), compress=codecs, profile=bytes_alone)
-        assert (more.regions, more.seconds) == (bytes_alone.regions, bytes_alone.seconds)
 
 
 def test_peaks_of_a_profile_count_while_the_step_is_the_same(monkeypatch):

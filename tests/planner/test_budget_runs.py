@@ -1,9 +1,5 @@
 """plan(budget=) tries its plan in a real step, which may need more than the simulated one."""
 
-import os
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
 import pytest
 import torch
 from processes import SharedCount
@@ -115,19 +111,6 @@ def test_a_profile_remembers_it(model, free, tmp_path):
     assert least < added(plan, plan.peak) <= budget
     with plan.apply(model):
         assert measured(model) <= added(plan, plan.peak)
-
-
-def test_without_checkpointing_it_needs_as_much(model, free):
-    assert added(free, free.plain) == measured(model)
-
-
-def test_gradients_of_the_batch_stay(model):
-    x = X.clone().requires_grad_()
-    gradckpt.plan(model, x, modules=Block, budget="1TiB")
-    assert x.grad is None
-    x.grad = torch.ones_like(x)
-    gradckpt.plan(model, x, modules=Block, budget="1TiB")
-    assert torch.equal(x.grad, torch.ones_like(x))
 
 
 def test_ranks_run_equally_many_steps(model, monkeypatch):

@@ -1,5 +1,5 @@
-"""csrc/offload/simulate.c: a step with offload against closed forms, an oracle (helpers/
-test_offload_simulation.py), and bounds that no order of events can break."""
+"""csrc/offload/simulate.c: a step with offload against an oracle, and bounds that no order of
+events can break. benchmarks/bench_offload_simulation.py has the closed forms."""
 
 import array
 import heapq
@@ -173,61 +173,6 @@ def step_of(rows, **settings):
     return _C.simulate_offload(array.array("q", [number for row in rows for number in row]), **settings)
 
 
-def equal_step(n, copy, backward, ring, held, *, forward=1000):
-    """Equal regions without codec time, whose payload takes ``copy`` ns each way."""
-    rows = [(forward, backward * forward, 0, 0, copy, 1)] * n
-    return step_of(rows, **LINK, ring=ring * copy, held=held * copy, head=0)
-
-
-def exposed(found):
-    return found["exposed_forward"] + found["exposed_backward"]
-
-
-# ---- closed forms
-
-
-def test_copies_that_take_no_longer_than_a_forward_are_hidden():
-    for copy in (1, 250, 999, 1000):
-        for ring in (2, 3, 4):
-            found = equal_step(24, copy, 2, ring, 1)
-            assert exposed(found) == found["stalls"] == 0
-            assert found["copies"] == 23
-
-
-@pytest.mark.parametrize("backward", [2, 3])
-def test_a_slower_link_costs_a_forward_what_the_ring_cannot_hold(backward):
-    """The last encode waits for the copy that is one ring before it; its backward, where a copy
-    is hidden, adds nothing but the wait for the last copies."""
-    for copy in range(1100, 1000 * backward, 137):
-        for ring in (2, 3, 4, 6):
-            for n in (8, 33):
-                found = equal_step(n, copy, backward, ring, ring - 1)
-                assert found["exposed_forward"] == max(0, (n - ring) * copy - (n - 1) * 1000)
-
-
-def test_a_link_that_is_slower_than_all_is_the_time_of_the_step():
-    """All copies out, all copies in, and the backward of the first region."""
-    for held in (1, 2, 3):
-        for ring in (4, 5):
-            found = equal_step(30, 100_000, 3, ring, held)
-            assert found["time"] == 2 * (30 - held) * 100_000 + 3000
-            assert found["copies"] == 30 - held
-
-
-def test_what_is_exposed_has_a_bound():
-    """Per region, max(0, c - 1) forwards and max(0, c - b): copies take c of them, a backward b."""
-    rng = random.Random("bound")
-    reached = 0
-    for _ in range(2000):
-        n, copy, backward = rng.randint(1, 60), rng.randint(1, 9000), rng.choice((2, 3))
-        ring = rng.randint(2, 5)
-        found = equal_step(n, copy, backward, ring, rng.randint(1, ring - 1))
-        bound = n * (max(0, copy - 1000) + max(0, copy - backward * 1000))
-        assert exposed(found) <= bound
-        reached += exposed(found) > 0.9 * bound > 0
-    assert reached, "no step comes near the bound"
-
-
 # ---- random steps
 
 
@@ -263,18 +208,6 @@ def test_random_steps_are_as_the_oracle_has_them(part):
     assert stalled > 100
 
 
-def test_a_step_takes_its_work_and_what_is_exposed():
-    for seed in range(1000):
-        rows, settings = random_step(random.Random(f"work {seed}"))
-        found = step_of(rows, **settings)
-        assert found["time"] == settings["head"] + sum(sum(row[:4]) for row in rows) + exposed(found)
-        for way in ("rate_out", "rate_in"):
-            copies = found["moved"] * 10**9 / settings[way] + found["copies"] * (settings["latency"] - 1)
-            assert found["time"] >= copies
-        assert found["peak"] <= settings["ring"]
-        assert (exposed(found) > 0) == (found["stalls"] > 0)
-
-
 def test_a_faster_link_is_never_slower():
     for seed in range(1000):
         rng = random.Random(f"rates {seed}")
@@ -285,13 +218,6 @@ def test_a_faster_link_is_never_slower():
             settings[which] = settings[which] // 2 if which == "latency" else settings[which] * 2
             times.append(step_of(rows, **settings)["time"])
         assert times == sorted(times, reverse=True)
-
-
-def test_an_infinitely_fast_link_exposes_nothing():
-    for seed in range(1000):
-        rows, settings = random_step(random.Random(f"fast {seed}"))
-        found = step_of(rows, **settings | {"rate_out": FAST, "rate_in": FAST, "latency": 0})
-        assert exposed(found) == 0
 
 
 # ---- nothing, and what is no step

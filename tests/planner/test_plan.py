@@ -3,9 +3,6 @@
 import contextlib
 import json
 import logging
-import os
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import pytest
 import torch
@@ -16,10 +13,10 @@ import gradckpt
 from gradckpt._planning import comparison
 from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import ConfigModel
-from gradckpt._planning.config_profile import shortened, unrolled
+from gradckpt._planning.config_profile import shortened
 from gradckpt._planning.options import find_blocks
 from gradckpt._planning.report import IN_PYTHON, Comparison, Row, as_flags
-from gradckpt._planning.segments import KINDS, Peak, StepTrace, held_blocks, memory_use
+from gradckpt._planning.segments import KINDS, Peak, held_blocks, memory_use
 from gradckpt._planning.step_trace import trace_step
 from gradckpt._settings import READY
 from gradckpt._stats import format_bytes
@@ -42,17 +39,6 @@ GIB = 2**30
 
 def llama(**fields):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**DECODER, **fields})).train()
-
-
-def gpt2():
-    config = transformers.GPT2Config(n_embd=64, n_layer=12, n_head=4, vocab_size=96, use_cache=False)
-    return transformers.GPT2LMHeadModel(config).train()
-
-
-def mixtral():
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4)).train()
-    model.config._experts_implementation = "eager"
-    return model
 
 
 def ids(length=64, samples=2):
@@ -87,46 +73,7 @@ def only_int8(monkeypatch):
     monkeypatch.setattr(comparison, "READY", (INT8,))
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(**fields):
-        config = transformers.LlamaConfig(**{**DECODER, "num_hidden_layers": 8, **fields})
-        (tmp_path / "config.json").write_text(
-            json.dumps({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}, default=str)
-        )
-        return str(tmp_path)
-
-    return write
-
-
 # ---- fewer blocks stand for all of them
-
-
-def traces(model, batch, setting):
-    """The peak of the whole model, and of a shortened one."""
-
-    def step(given):
-        model(**given).loss.backward()
-
-    blocks = find_blocks(model)
-    with setting.active(model):
-        whole = trace_step(model, step, batch, blocks=blocks, cuda=True).peak()
-    with shortened(model, blocks) as short, setting.active(model):
-        trace = trace_step(model, step, batch, blocks=short.modules, cuda=True)
-    return whole, StepTrace(unrolled(trace.segments, short.copies), False).peak(), short
-
-
-@pytest.mark.parametrize("build", [llama, gpt2, mixtral])
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_shorter_model_has_the_peaks_of_the_whole(build, gradients):
-    model = build()
-    if gradients:
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-    for setting in READY:
-        whole, short, blocks = traces(model, ids(), setting)
-        assert (short.size, short.parts) == (whole.size, whole.parts)
-        assert (len(blocks.modules), sum(map(len, blocks.copies))) == (6, 12)
 
 
 def kept(model):
@@ -171,9 +118,10 @@ def test_a_shorter_model_is_whole_again_after_an_error():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_longest_sequence_fits_and_a_longer_one_does_not(attention, write):
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(attention, write_config):
     """Eager attention keeps its weights, whose size is quadratic."""
-    source = ConfigModel(write(attn_implementation=attention, attention_dropout=0.0, num_hidden_layers=5), dtype="fp32")
+    config = transformers.LlamaConfig(**{**DECODER, "attention_dropout": 0.0, "num_hidden_layers": 5})
+    source = ConfigModel(write_config("LlamaForCausalLM", config), dtype="fp32")
     source.model.config._attn_implementation = attention
     limit = 2**28
     plan = compare_source(source, 256, memory=limit)
@@ -189,12 +137,6 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(attention, write):
         assert total(longest) <= limit < total(int(1.3 * longest) + 1)  # segments are 20 MiB
     assert plan["none"].longest < plan["int8"].longest
     assert all(row.fits == (row.longest >= 256) for row in plan.rows)
-
-
-def test_nothing_fits_beside_the_weights(write):
-    plan = compare_source(ConfigModel(write()), 256, memory=2**16)
-    assert {row.longest for row in plan.rows} == {0}
-    assert not any(row.fits for row in plan.rows)
 
 
 # ---- nothing of the model changes
@@ -236,31 +178,11 @@ def test_nothing_changes(ask, error, enabled):
         handle.remove()
 
 
-def test_nothing_of_a_transformers_model_changes(only_int8):
-    model = gpt2()
-    gradckpt.enable(model, "int4")
-    batch = ids()
-    with Untouched(model):
-        gradckpt.plan(model, batch)
-    gradckpt.disable(model)
-
-
 # ---- steps that ask for values
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda x: bool(x.sum() > 0),
-        ask_number,
-        lambda x: x[0].tolist(),
-        lambda x: x[0].detach().numpy().sum(),
-        lambda x: x[0].nonzero(),
-    ],
-    ids=["branch", "item", "tolist", "numpy", "nonzero"],
-)
-def test_a_step_that_asks_for_values_is_measured(ask, caplog):
-    model = Net(ask).train()
+def test_a_step_that_asks_for_values_is_measured(caplog):
+    model = Net(ask_number).train()
     with caplog.at_level(logging.INFO, "gradckpt"):
         plan = gradckpt.plan(model, BATCH)
     sentence = [text for text in plan.about if "real steps were measured" in text]
@@ -271,15 +193,6 @@ def test_a_step_that_asks_for_values_is_measured(ask, caplog):
     for row in plan.rows:
         assert row.peak.size == pytest.approx(quiet[row.name].peak.size, abs=STATES)
     assert not any("measured" in text for text in quiet.about)
-
-
-def test_measured_rows_are_those_of_track_memory(only_int8):
-    model = Net().train()
-    row = gradckpt.plan(model, BATCH, measure=True)["int8"]
-    with INT8.active(model), gradckpt.track_memory() as memory:
-        model(BATCH).backward()
-    assert row.peak.size == pytest.approx(memory.peak, abs=STATES)
-    assert sum(row.peak.parts.values()) == row.peak.size
 
 
 # ---- what is planned

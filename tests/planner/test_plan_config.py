@@ -47,22 +47,8 @@ FAMILIES = {
 
 
 @pytest.fixture
-def write(tmp_path):
-    """Writes a config.json, and returns its folder."""
-
-    def write(name, config, **entries):
-        folder = tmp_path / "model"
-        folder.mkdir(exist_ok=True)
-        text = json.dumps({**config.to_dict(), "architectures": [name], **entries}, default=str)
-        (folder / "config.json").write_text(text)
-        return str(folder)
-
-    return write
-
-
-@pytest.fixture
-def llama(write):
-    return write(*FAMILIES["llama"])
+def llama(write_config):
+    return write_config(*FAMILIES["llama"])
 
 
 def step(planned, tokens, batch=1):
@@ -106,11 +92,11 @@ def peak_of(make_batch, model, dtype=None):
     ("family", "dtype"),
     [*((family, "fp32") for family in FAMILIES), *((family, "bf16-mixed") for family in ("llama", "gpt2", "mixtral"))],
 )
-def test_a_step_takes_what_the_real_one_takes(family, dtype, write, monkeypatch):
+def test_a_step_takes_what_the_real_one_takes(family, dtype, write_config, monkeypatch):
     # torch's own kernels: those of oneDNN copy images into other layouts.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     name, config = FAMILIES[family]
-    planned = ConfigModel(write(name, config), dtype=dtype)
+    planned = ConfigModel(write_config(name, config), dtype=dtype)
     text = planned.takes == "tokens"
     samples = 2 if text else 32
     trace = step(planned, 32 if text else None, samples)
@@ -139,16 +125,18 @@ def test_a_step_takes_what_the_real_one_takes(family, dtype, write, monkeypatch)
     assert gradients(trace) == sum(p.grad.nbytes for p in real.parameters() if p.grad is not None)
 
 
-def test_long_sequences_save_no_mask(write):
+def test_long_sequences_save_no_mask(write_config):
     """transformers asks positions whether sequences are packed: simulated ones have values."""
     tokens = 32768
-    planned = ConfigModel(write("LlamaForCausalLM", transformers.LlamaConfig(**TINY, max_position_embeddings=tokens)))
+    planned = ConfigModel(
+        write_config("LlamaForCausalLM", transformers.LlamaConfig(**TINY, max_position_embeddings=tokens))
+    )
     assert saved(planned, tokens) < tokens * tokens // 4
 
 
-def test_a_model_of_70_billion_parameters_takes_no_memory(write):
+def test_a_model_of_70_billion_parameters_takes_no_memory(write_config):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    planned = ConfigModel(write("LlamaForCausalLM", transformers.LlamaConfig(**SHAPE_70B)))
+    planned = ConfigModel(write_config("LlamaForCausalLM", transformers.LlamaConfig(**SHAPE_70B)))
     step(planned, 8192)
     assert sum(p.numel() for p in planned.model.parameters()) == 70_553_706_496
     assert planned.fixed["weights"] == pytest.approx(2 * 70_553_706_496)
@@ -170,9 +158,9 @@ def test_dtypes(llama, dtype, stored):
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_autocast_is_that_of_cuda(write):
+def test_autocast_is_that_of_cuda(write_config):
     """Norms and powers return float32, also when a checkpoint computes them again in backward."""
-    planned = ConfigModel(write(*FAMILIES["gpt2"]), dtype="bf16-mixed")
+    planned = ConfigModel(write_config(*FAMILIES["gpt2"]), dtype="bf16-mixed")
     seen = {}
     for name, module in planned.model.transformer.h[0].named_modules():
         module.register_forward_hook(lambda module, args, output, name=name: seen.setdefault(name, []).append(output))
@@ -220,9 +208,9 @@ def test_sources(llama, tmp_path, monkeypatch):
         ConfigModel("own_model:nothing")
 
 
-def test_tied_weights_count_once(write):
-    tied = ConfigModel(write("LlamaForCausalLM", transformers.LlamaConfig(**TINY, tie_word_embeddings=True)))
-    untied = ConfigModel(write("LlamaForCausalLM", transformers.LlamaConfig(**TINY)))
+def test_tied_weights_count_once(write_config):
+    tied = ConfigModel(write_config("LlamaForCausalLM", transformers.LlamaConfig(**TINY, tie_word_embeddings=True)))
+    untied = ConfigModel(write_config("LlamaForCausalLM", transformers.LlamaConfig(**TINY)))
     assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight
     assert untied.fixed["weights"] - tied.fixed["weights"] == 2 * 96 * 64
 
@@ -240,10 +228,10 @@ PEFT_CASES = {
 
 
 @pytest.mark.parametrize("weights", [None, "nf4"])
-def test_routers_with_several_outputs_are_no_linear_layers(weights, write):
+def test_routers_with_several_outputs_are_no_linear_layers(weights, write_config):
     """transformers quantizes no subclass of nn.Linear, and PEFT fails at such a one."""
     config = transformers.PhimoeConfig(**TINY, num_local_experts=4)
-    folder = write("PhimoeForCausalLM", config)
+    folder = write_config("PhimoeForCausalLM", config)
     planned = ConfigModel(folder, lora="r=4", weights=weights)
     with pytest.raises(ValueError, match="PhimoeTopKRouter returns several values, so PEFT cannot adapt it"):
         step(planned, 32)
@@ -277,8 +265,8 @@ def test_lora_is_pefts(case, dtype, llama):
 
 
 @pytest.mark.parametrize("bits", ["nf4", "nf4-nested", "int8"])
-def test_frozen_weights_take_the_bytes_of_bitsandbytes(write, bits):
-    path = write("LlamaForCausalLM", transformers.LlamaConfig(**SHAPE_8B))
+def test_frozen_weights_take_the_bytes_of_bitsandbytes(write_config, bits):
+    path = write_config("LlamaForCausalLM", transformers.LlamaConfig(**SHAPE_8B))
     plain, packed = ConfigModel(path, lora="r=16"), ConfigModel(path, lora="r=16", weights=bits, prepare="none")
     n = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
@@ -371,8 +359,8 @@ def test_states_of_8_bits(llama):
     assert ConfigModel(llama, optimizer="adamw-8bit").fixed["optimizer states"] == expected
 
 
-def test_shards(write):
-    path = write("LlamaForCausalLM", transformers.LlamaConfig(**SHAPE_8B))
+def test_shards(write_config):
+    path = write_config("LlamaForCausalLM", transformers.LlamaConfig(**SHAPE_8B))
     one = ConfigModel(path)
     params = sum(p.numel() for p in one.model.parameters())
     block = sum(p.numel() for p in one.model.model.layers[0].parameters())
@@ -405,8 +393,8 @@ def test_shards(write):
 
 
 @pytest.mark.parametrize("loss", ["trl", "liger", "torch"])
-def test_a_loss_without_logits_saves_hidden_states_instead(write, loss):
-    path = write("LlamaForCausalLM", transformers.LlamaConfig(**{**TINY, "vocab_size": 5000}))
+def test_a_loss_without_logits_saves_hidden_states_instead(write_config, loss):
+    path = write_config("LlamaForCausalLM", transformers.LlamaConfig(**{**TINY, "vocab_size": 5000}))
     tokens = 3000
     plain, chunked = ConfigModel(path), ConfigModel(path, loss=loss)
     logits = tokens * 5000
@@ -427,22 +415,18 @@ def test_a_loss_without_logits_is_the_models(llama, loss):
 
 
 @pytest.mark.parametrize(
-    ("word", "ours"),
+    ("setting", "word", "ours"),
     [
-        ("float32", "fp32"),
-        ("bfloat16", "bf16"),
-        ("torch.float16", "fp16"),
-        ("half", "fp16"),
-        ("bf16-mixed", "bf16-mixed"),
+        ("dtype", "float32", "fp32"),
+        ("dtype", "torch.float16", "fp16"),
+        ("dtype", "half", "fp16"),
+        ("optimizer", "adamw_torch_fused", "adamw"),
+        ("optimizer", "paged_adamw_8bit", "adamw-8bit"),
     ],
 )
-def test_torchs_words_for_dtypes(llama, word, ours):
-    assert ConfigModel(llama, dtype=word).about[0] == ConfigModel(llama, dtype=ours).about[0]
-
-
-@pytest.mark.parametrize(("word", "ours"), [("adamw_torch_fused", "adamw"), ("paged_adamw_8bit", "adamw-8bit")])
-def test_transformers_words_for_optimizers(llama, word, ours):
-    assert ConfigModel(llama, optimizer=word).fixed == ConfigModel(llama, optimizer=ours).fixed
+def test_words_of_torch_and_transformers(llama, setting, word, ours):
+    theirs, found = (ConfigModel(llama, **{setting: each}) for each in (word, ours))
+    assert (theirs.about[0], theirs.fixed) == (found.about[0], found.fixed)
 
 
 # ---- errors
@@ -501,9 +485,9 @@ def test_wrong_settings(llama, given, text):
         ({"num_hidden_layers": "many"}, "num_hidden_layers"),
     ],
 )
-def test_wrong_configs(write, change, text):
+def test_wrong_configs(write_config, change, text):
     with pytest.raises(ValueError, match="^gradckpt: .*" + re.escape(text)):
-        ConfigModel(write(*FAMILIES["llama"], **change))
+        ConfigModel(write_config(*FAMILIES["llama"], **change))
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"])
@@ -531,15 +515,15 @@ def test_wrong_sources(tmp_path, monkeypatch):
         ConfigModel("org/no-such-model")
 
 
-def test_wrong_steps(write, llama):
-    planned = ConfigModel(write(*FAMILIES["gpt2"]))
+def test_wrong_steps(write_config, llama):
+    planned = ConfigModel(write_config(*FAMILIES["gpt2"]))
     assert planned.positions == 1024
     with pytest.raises(ValueError, match="2,000 tokens, and the model has 1,024 positions; give fewer"):
         step(planned, 2000)
     with pytest.raises(ValueError, match="the length of a sequence is missing"):
         step(planned, None)
-    images = ConfigModel(write(*FAMILIES["vit"]))
+    images = ConfigModel(write_config(*FAMILIES["vit"]))
     with pytest.raises(ValueError, match="tokens follow from the image size; leave out the number of tokens"):
         step(images, 64)
     with pytest.raises(ValueError, match="BertForMaskedLM has no causal language model's head"):
-        ConfigModel(write(*FAMILIES["bert"]), loss="trl")
+        ConfigModel(write_config(*FAMILIES["bert"]), loss="trl")

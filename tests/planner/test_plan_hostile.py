@@ -1,9 +1,6 @@
 """gradckpt.plan and gradient_error of steps that read values, write, or run elsewhere."""
 
-import os
 import threading
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 """Plans that may offload: the budget holds, and gradients are those without."""
 
 import dataclasses
+import functools
 import json
 import warnings
 
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("short_measurements")
 
 @pytest.fixture(autouse=True)
 def _few_options(monkeypatch):
+    fixed_costs(monkeypatch)
     monkeypatch.setattr(options, "_POLICIES", ("save_matmuls",))
 
 
@@ -55,15 +57,6 @@ class Attention(nn.Module):
         return self.layer(x)
 
 
-class Convolution(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.conv = nn.GroupNorm(4, 16), nn.Conv2d(16, 16, 3, padding=1)
-
-    def forward(self, x):
-        return x + self.conv(torch.nn.functional.silu(self.norm(x)))
-
-
 class Chain(nn.Module):
     def __init__(self, stem, block, n):
         super().__init__()
@@ -82,7 +75,6 @@ def cases():
     return {
         "mlp": (net(8), BATCH),
         "attention": (Chain(nn.Linear(64, 64), Attention, 6), torch.randn(4, 64, 64)),
-        "convolution": (Chain(nn.Conv2d(3, 16, 3, padding=1), Convolution, 8), torch.randn(4, 3, 32, 32)),
     }
 
 
@@ -94,10 +86,9 @@ def step(model, batch):
     return memory.peak, [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["mlp", "attention", "convolution"])
-def test_a_step_stays_within_the_budget(name, place, monkeypatch):
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+def test_a_step_stays_within_the_budget(name, place):
     """By the allocator, and with the memory that the store has; with the gradients of no plan."""
-    fixed_costs(monkeypatch)
     model, batch = cases()[name]
     model(batch).backward()
     exact = step(model, batch)[1]
@@ -124,8 +115,7 @@ def test_a_step_stays_within_the_budget(name, place, monkeypatch):
     assert offloads
 
 
-def test_less_is_needed_than_without_a_place(place, monkeypatch):
-    fixed_costs(monkeypatch)
+def test_less_is_needed_than_without_a_place(place):
     model, batch = net(12), torch.randn(8 * ROWS, NET_WIDTH)
     small = dataclasses.replace(place, host_budget="1MiB")
     plans = [gradckpt.plan(model, batch, budget="4GiB", offload=each) for each in (None, small)]
@@ -134,8 +124,7 @@ def test_less_is_needed_than_without_a_place(place, monkeypatch):
     assert any(region.option.place == small for region in plan.regions)
 
 
-def test_plans_in_files(place, monkeypatch, tmp_path):
-    fixed_costs(monkeypatch)
+def test_plans_in_files(place, tmp_path):
     model = net(8)
     exact = step(model, BATCH)[1]
     tight = gradckpt.plan(model, BATCH, budget="4GiB", offload=place, link=FAST).smallest_budget
@@ -157,37 +146,14 @@ def test_plans_in_files(place, monkeypatch, tmp_path):
         gradckpt.plan(model, BATCH, budget="1GiB", profile=path)
 
 
-def test_files_of_before_are_read(place, monkeypatch):
+def test_files_of_before_are_read(place):
     """They have no word about offload."""
-    fixed_costs(monkeypatch)
     data = json.loads(json.dumps(gradckpt.plan(net(3), BATCH, budget="1GiB").to_dict()))
     assert data.pop("offloaded") is None
     assert Plan.from_dict(data).offloaded is None
 
 
-def test_other_budgets(place, monkeypatch):
-    """With what was measured, a plan for each is at least as fast, also where payloads move."""
-    fixed_costs(monkeypatch)
-    model = net(4)
-    plan = gradckpt.plan(model, BATCH, budget="4GiB", offload=place, link=FAST)
-    without = gradckpt.plan(model, BATCH, budget="4GiB")
-    points = plan.pareto()
-    assert points[0]["budget"] == plan.smallest_budget
-    assert {"budget": plan.peak, "seconds": plan.seconds} in points
-    moves = 0
-    for point in points:
-        found = gradckpt.plan(model, BATCH, budget=point["budget"], offload=place, profile=plan)
-        assert found.peak <= point["budget"]
-        assert found.seconds <= point["seconds"] * (1 + 1e-9)
-        moves += found.offloaded.bytes > 0
-    assert moves > 1
-    for point in without.pareto():
-        least = min(each["seconds"] for each in points if each["budget"] <= point["budget"] * 1.001)
-        assert least <= point["seconds"] * (1 + 1e-9)
-
-
-def test_a_budget_of_a_model_that_trains(place, monkeypatch):
-    fixed_costs(monkeypatch)
+def test_a_budget_of_a_model_that_trains(place):
     model = net(8)
     exact = step(model, BATCH)[1]
     tight = gradckpt.plan(model, BATCH, budget="4GiB", offload=place, link=FAST).smallest_budget
@@ -204,8 +170,7 @@ def test_a_budget_of_a_model_that_trains(place, monkeypatch):
 # ---- what a plan says
 
 
-def test_the_verdict(place, monkeypatch):
-    fixed_costs(monkeypatch)
+def test_the_verdict(place):
     model = net(8)
     plain = gradckpt.plan(model, BATCH, budget="4GiB", offload=place, link=FAST)
     tight = plain.smallest_budget + (1 << 18)
@@ -220,18 +185,7 @@ def test_the_verdict(place, monkeypatch):
     assert slow.seconds >= fast.seconds
 
 
-def test_where_offload_lowers_no_peak(place, monkeypatch):
-    """The peak is the working set of the one large region."""
-    fixed_costs(monkeypatch)
-    model = net(2)
-    plan = gradckpt.plan(model, BATCH, budget="4GiB", offload=place)
-    tight = gradckpt.plan(model, BATCH, budget=plan.smallest_budget, offload=place, link=FAST)
-    if not tight.offloaded.bytes:
-        assert "Offload would not lower the peak: " in tight.verdict
-
-
-def test_nothing_goes_to_host_memory_from_there(monkeypatch):
-    fixed_costs(monkeypatch)
+def test_nothing_goes_to_host_memory_from_there():
     model = net(6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -244,24 +198,30 @@ def test_nothing_goes_to_host_memory_from_there(monkeypatch):
 # ---- errors
 
 
-def test_keywords(place):
+PLAN = functools.partial(gradckpt.plan, batch=BATCH)
+
+
+@pytest.mark.parametrize(
+    ("call", "keywords", "said"),
+    [
+        (PLAN, {"offload": "disk"}, "offload= needs budget="),
+        (PLAN, {"link": 25}, "link= needs budget="),
+        (PLAN, {"budget": "1GiB", "link": 25}, "link= needs offload="),
+        (PLAN, {"budget": "1GiB", "offload": "disk", "link": "fast"}, "link='fast' is no link"),
+        (PLAN, {"budget": "1GiB", "offload": "tape"}, "offload='tape' is no place"),
+        (gradckpt.enable, {"budget": "1GiB", "offload": "tape"}, "offload='tape' is no place"),
+        (gradckpt.enable, {"plan": "plan.json", "offload": "cpu"}, "plan= and offload= exclude each other, since the"),
+        (
+            gradckpt.enable,
+            {"budget": "1GiB", "offload": gradckpt.Offload("disk", directory="/proc")},
+            "cannot use the directory /proc",
+        ),
+    ],
+)
+def test_keywords(call, keywords, said):
     model = net(2)
-    with pytest.raises(ValueError, match=r"^gradckpt: offload= needs budget="):
-        gradckpt.plan(model, BATCH, offload="disk")
-    with pytest.raises(ValueError, match=r"^gradckpt: link= needs budget="):
-        gradckpt.plan(model, BATCH, link=25)
-    with pytest.raises(ValueError, match=r"^gradckpt: link= needs offload="):
-        gradckpt.plan(model, BATCH, budget="1GiB", link=25)
-    with pytest.raises(ValueError, match=r"^gradckpt: link='fast' is no link"):
-        gradckpt.plan(model, BATCH, budget="1GiB", offload=place, link="fast")
-    with pytest.raises(ValueError, match=r"^gradckpt: offload='tape' is no place"):
-        gradckpt.plan(model, BATCH, budget="1GiB", offload="tape")
-    with pytest.raises(ValueError, match=r"^gradckpt: offload='tape' is no place"):
-        gradckpt.enable(model, budget="1GiB", offload="tape")
-    with pytest.raises(ValueError, match="plan= and offload= exclude each other, since the plan decides"):
-        gradckpt.enable(model, plan="plan.json", offload="cpu")
-    with pytest.raises(ValueError, match="cannot use the directory /proc"):
-        gradckpt.enable(model, budget="1GiB", offload=gradckpt.Offload("disk", directory="/proc"))
+    with pytest.raises(ValueError, match=rf"^gradckpt: .*{said}"):
+        call(model, **keywords)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -269,11 +229,9 @@ def test_keywords(place):
 
 
 @pytest.fixture
-def llama(tmp_path):
+def llama(write_config):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(**TINY).to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    return str(tmp_path)
+    return write_config("LlamaForCausalLM", transformers.LlamaConfig(**TINY))
 
 
 @pytest.mark.parametrize(("where", "source"), [("cpu", "as pcie4 of A100-80GB reaches"), ("disk", "as nvme reaches")])

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import threading
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
 import numpy
 import pytest
 import torch
@@ -29,7 +27,6 @@ from gradckpt._planning.step_trace import trace_step
 UNTOUCHABLE = """
 import sys
 import torch
-from torch.nn import functional as F
 from gradckpt._planning import simulated_tensors, simulation
 
 def refuse(*_):
@@ -54,18 +51,6 @@ for name in ("llama", "gpt2", "bert", "t5", "vit", "mixtral"):
         p.grad = torch.zeros_like(p)
     plan(model, batch)
 
-class Images(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.Sequential(*(torch.nn.Sequential(
-            torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU()) for _ in range(2)))
-    def forward(self, x):
-        return F.interpolate(self.blocks(x), scale_factor=2).square().mean()
-
-for form in (torch.contiguous_format, torch.channels_last):
-    images = torch.zeros(2, 8, 16, 16).to(memory_format=form)
-    found = plan(Images().to(memory_format=form), images, modules=["blocks.0", "blocks.1"])
-    assert not any("measured" in text for text in found.about), found.about
 print("untouched")
 """
 

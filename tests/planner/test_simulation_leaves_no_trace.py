@@ -2,9 +2,6 @@
 that keep something give the losses and gradients of a model that was never planned."""
 
 import gc
-import os
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import pytest
 import torch
