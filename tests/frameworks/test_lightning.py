@@ -2,8 +2,6 @@
 Fabric; strategies' flags."""
 
 import os
-import subprocess
-import sys
 import warnings
 
 import lightning.pytorch as pl
@@ -286,8 +284,7 @@ quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False
 pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[ours], **quiet).fit(Module(), loader)
 assert gradckpt.stats()["compressed"] == {LAYERS} * 4, gradckpt.stats()
 """
-        done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        worlds.call("-c", program, env=environment())
 
 
 class TestLogs:
@@ -470,8 +467,4 @@ def test_fabric():
 
 @pytest.mark.parametrize("options", [["--devices", "2"], ["--devices", "1", "--compress", "none"]])
 def test_example(options):
-    command = [sys.executable, ROOT / "examples" / "lightning_ddp.py", *options]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "FAILED" not in done.stdout
-    assert "24 regions" in done.stdout
+    worlds.example_passes("lightning_ddp", *options, env=environment())

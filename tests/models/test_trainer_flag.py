@@ -3,8 +3,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -351,9 +349,6 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_order_of_imports(order):
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     script = SCRIPT.format(imports=ORDERS[order], name=NAME)
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=env, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = worlds.call("-c", script, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.stdout.split()[-1:] == ["True"], done.stderr
