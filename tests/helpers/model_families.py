@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +19,7 @@ import torch
 import torch.utils.checkpoint
 import transformers
 import transformers.modeling_utils
-from checkout import ROOT
+import worlds
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint as early
@@ -404,8 +401,4 @@ def nothing_left_behind():
 
 def alone(script):
     """Standard output of a program of its own."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return worlds.call("-c", textwrap.dedent(script)).stdout

@@ -146,6 +146,12 @@ class TestInactive:
 
 
 class TestCompile:
+    @pytest.fixture(autouse=True)
+    def _no_graphs(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
     def test_what_is_compiled_meanwhile_compresses(self):
         layers = nn.Sequential(*(layer[:2] for layer in model()))
 
@@ -159,7 +165,6 @@ class TestCompile:
         exact = torch.autograd.grad(forward(x * 1), parameters)
         with gradckpt.patched("int8"):
             eager = torch.autograd.grad(forward(x * 1), parameters)
-        torch._dynamo.reset()
         compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
         for _ in range(2):  # once more: what is compiled is compiled again when the patch comes or goes
             with gradckpt.patched("int8") as handle:
@@ -171,7 +176,6 @@ class TestCompile:
                 assert error(torch.autograd.grad(compiled(x * 1), parameters), exact) < 1e-5
                 assert handle.inactive_reason is None
             assert error(torch.autograd.grad(compiled(x * 1), parameters), exact) < 1e-5
-        torch._dynamo.reset()
 
     @needs_outputs
     @pytest.mark.parametrize("kind", ["text", "made", "mapping"])
@@ -181,7 +185,6 @@ class TestCompile:
             "made": lambda: gradckpt.policies.save_matmuls.compressed("int8"),
             "mapping": lambda: {torch.ops.aten.mm.default: "int8"},
         }[kind]
-        torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         layer, x = model()[0][:2], torch.randn(32, CALL_WIDTH, requires_grad=True)
         compiled = torch.compile(
@@ -191,7 +194,6 @@ class TestCompile:
             with gradckpt.patched("int8", policy=make()):
                 compiled(x * 1).sum().backward()
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-        torch._dynamo.reset()
 
     def test_what_a_graph_cannot_ask_about_stays_exact_and_says_so(self):
         """A codec that may refuse packs nothing there: gradients are right,
@@ -201,7 +203,6 @@ class TestCompile:
         parameters = list(layer.parameters())
         exact = torch.autograd.grad(layer(x * 1).square().sum(), parameters)
         graph.may_overflow.cache_clear()
-        torch._dynamo.reset()
 
         @torch.compile(backend="aot_eager", fullgraph=True)
         def forward(x):
@@ -216,7 +217,6 @@ class TestCompile:
         with gradckpt.patched("int8") as handle:
             torch.autograd.grad(forward(x * 1), parameters)
             assert handle.stats()["compiled_tensors"] > 0
-        torch._dynamo.reset()
 
     def test_afterwards_graphs_are_torchs(self):
         """Dynamo keeps the function that it was given;
@@ -259,24 +259,20 @@ class TestCompile:
             ).sum().backward()  # a leaf
             assert "region was compiled" in handle.inactive_reason
             handle.remove()
-        torch._dynamo.reset()
 
     @graphs_checkpoint
     def test_a_graph_that_runs_as_dynamo_made_it_compresses(self):
         """It calls torch's checkpoint; so backend="eager" is no reason for a warning here."""
         layers = nn.Sequential(*(layer[:2] for layer in model()))
-        torch._dynamo.reset()
         forward = torch.compile(lambda layer, x: early(layer, x, use_reentrant=False), backend="eager", fullgraph=True)
         with gradckpt.patched("int8"), warnings.catch_warnings():
             warnings.simplefilter("error", GradckptInactiveWarning)
             _, n = compressed(call_gradients, layers, forward)
         assert n == len(layers)
-        torch._dynamo.reset()
 
     def test_a_compiled_optimizer_step(self):
         layer = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        torch._dynamo.reset()
 
         @torch.compile(backend="eager")  # torch breaks the graph in it by itself
         def step():
@@ -287,7 +283,6 @@ class TestCompile:
             before = layer.weight.detach().clone()
             step()
         assert not torch.equal(layer.weight, before)
-        torch._dynamo.reset()
 
     def test_fake_tensors_go_through_torchs(self):
         from torch._subclasses import FakeTensorMode
