@@ -1,6 +1,5 @@
 """gradckpt.patched: warnings when nothing is compressed, torch.compile, and transformers models."""
 
-import copy
 import json
 import warnings
 
@@ -319,24 +318,6 @@ class TestTransformers:
         assert n == 0
         assert error(found, after) < 0.01
         gradckpt.disable(twin)
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            copy.deepcopy,
-            lambda model: model.to(torch.float64).to(torch.float32),
-            lambda model: model if model.load_state_dict(copy.deepcopy(model.state_dict())) else None,
-            lambda model: (model.activation_checkpointing_disable(), model.activation_checkpointing_enable(), model)[2],
-            lambda model: (gradckpt.enable(model).remove(), model.activation_checkpointing_enable(), model)[2],
-        ],
-        ids=["deepcopy", "to", "state_dict", "off and on", "enable and remove"],
-    )
-    def test_what_happens_to_models(self, change):
-        model = build()
-        model.activation_checkpointing_enable()
-        with gradckpt.patched("int8"):
-            assert compressed(self.step, model)[1] == 4
-            assert compressed(self.step, change(model))[1] == 4
 
     def test_frozen_embeddings(self):
         """Autograd keeps the leaf that enable_input_require_grads makes: a payload only costs."""
