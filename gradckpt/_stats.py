@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,8 +21,8 @@ class Compiled:
         self.reset()
 
     def reset(self) -> None:
-        self.counters = dict.fromkeys(("regions", "graphs", "tensors", "bytes_in", "bytes_out"), 0)
-        self.uncompressed: dict[str, int] = {}
+        self.counters = Counter(dict.fromkeys(("regions", "graphs", "tensors", "bytes_in", "bytes_out"), 0))
+        self.uncompressed: Counter[str] = Counter()
 
     def flat(self) -> dict[str, Any]:
         counters = {f"compiled_{key}": n for key, n in self.counters.items()}
@@ -29,14 +30,12 @@ class Compiled:
 
     def add(self, **counts: int) -> None:
         with self.lock:
-            for key, count in counts.items():
-                self.counters[key] += count
+            self.counters.update(counts)
 
     def add_exact(self, reasons: Mapping[str, int]) -> None:
         """Count what ``compress_saved()`` leaves uncompressed in a graph."""
         with self.lock:
-            for reason, count in reasons.items():
-                self.uncompressed[reason] = self.uncompressed.get(reason, 0) + count
+            self.uncompressed.update(reasons)
 
 
 compiled = Compiled()

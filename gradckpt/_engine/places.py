@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import threading
@@ -115,8 +116,7 @@ def figures(restart: bool = False) -> dict[str, int]:
     """Return the sums over all places; of those that ended, what they counted. ``restart``: count
     from here.
     """
-    found = _C.figures_of_ended_places(restart)
+    found = collections.Counter(_C.figures_of_ended_places(restart))
     for place in list(_places.values()):
-        for name, value in place.figures(restart).items():
-            found[name] = found.get(name, 0) + value
-    return found
+        found.update(place.figures(restart))
+    return dict(found)
