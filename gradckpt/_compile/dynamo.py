@@ -73,10 +73,12 @@ def checkpoint(
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     elif context_fn is not None:
         kwargs["context_fn"] = context_fn
-    kwargs["use_reentrant"] = False
-    kwargs["preserve_rng_state"] = preserve_rng_state
-    kwargs["determinism_check"] = determinism_check
-    kwargs["early_stop"] = early_stop
+    torchs = {
+        "preserve_rng_state": preserve_rng_state,
+        "determinism_check": determinism_check,
+        "early_stop": early_stop,
+    }
+    kwargs.update(torchs, use_reentrant=False)
     names = policy.patterns if known else ()
     restored = marking is not None and marking.restored
     return _traced(torch.ops.higher_order.tag_activation_checkpoint, names, function, args, kwargs, restored)
@@ -233,11 +235,7 @@ def replace_checkpoint(replacement: Replacement | None) -> None:
     _replacement = replacement
     graph.patched = replacement is not None
     if replacement is not None and _told:
-        _dispatch_torchs()
-
-
-def _dispatch_torchs() -> None:
-    _substitute(torch_checkpoint.checkpoint, torchs_checkpoint)
+        _substitute(torch_checkpoint.checkpoint, torchs_checkpoint)
 
 
 def _substitute(original: Any, traceable: Any) -> None:
@@ -275,7 +273,7 @@ def _tell(dynamo: ModuleType) -> None:
         private.dynamo.skip_code(code)
 
     if _replacement is not None:
-        _dispatch_torchs()
+        _substitute(torch_checkpoint.checkpoint, torchs_checkpoint)
 
 
 def hook_import() -> None:
