@@ -40,14 +40,9 @@ class MemoryPoint(NamedTuple):
     other: int
 
 
-class Found(NamedTuple):
-    """The result of one device: the timeline, the index of its peak, and the bytes alive there, by
-    region.
-    """
-
-    timeline: list[MemoryPoint]
-    top: int
-    by_region: dict[str, int]
+#: The result of one device: the timeline, the index of its peak, and the bytes alive there, by
+#: region.
+Found = tuple[list[MemoryPoint], int, dict[str, int]]
 
 
 def mark(text: str) -> None:
@@ -304,4 +299,4 @@ def _device(
     for _, block, _ in changes:
         if block is not None and block.born <= when and (block.died is None or block.died > when):
             by_region[block.region] += block.size
-    return Found(timeline, top, dict(by_region.most_common()))
+    return timeline, top, dict(by_region.most_common())

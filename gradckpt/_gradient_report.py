@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from gradckpt._stats import columns
+
 #: Without the error of bf16 for the same step, an error above this is called large: bf16's is 0.3
 #: to 5 % (docs/numerics.md).
 _LIMIT = 0.01
@@ -125,19 +127,11 @@ class GradientErrors:
             for each in self.errors
         ]
         rows += [(floor.what, percent(floor.total), "", "", floor.note) for floor in self.floors]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if 0 < i < 4 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (head, *rows)
-        ]
         title = [f"gradients of one step of {self.model}, beside exact recomputing", *filter(None, [self.precision])]
         amplified = [
             f"{each.name}: {text.removeprefix('gradckpt: ')}" for each in self.errors for text in each.amplified
         ]
-        return "\n".join([*title, *(lines if rows else []), self.verdict, *amplified])
+        return "\n".join([*title, *(columns([head, *rows], right=(1, 2, 3)) if rows else []), self.verdict, *amplified])
 
     __str__ = table
 
