@@ -105,11 +105,6 @@ def _traced(
             kept_calls.traced, kept_calls.restored = around
 
 
-def _is_or_may_be(condition: Any) -> Any:
-    """Return the condition, or True where it depends on a size that is known only at run time."""
-    return private.dynamo.guard_or_true(condition)
-
-
 def _distinct(x: torch.Tensor) -> Any:
     """Return how many values lie in memory: those of an expanded dimension are one."""
     n: Any = 1
@@ -124,7 +119,7 @@ def _mark(marking: Marking, x: Any) -> Any:
         isinstance(x, torch.Tensor)
         and type(x) is torch.Tensor
         and x.dtype in marking.dtypes
-        and _is_or_may_be(_distinct(x) >= marking.min_numel)
+        and private.dynamo.guard_or_true(_distinct(x) >= marking.min_numel)  # true for a size that only the run tells
         and marking.eligible[int(x.requires_grad)][int(x.is_leaf)]  # Dynamo before 2.12 takes no bool for an index
     ):
         mark = graph.rounded if marking.fake_quantize else graph.region_input

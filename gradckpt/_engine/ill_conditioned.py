@@ -17,7 +17,6 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -164,11 +163,8 @@ def _sample_of(x: Tensor, with_line: bool, ends_alone: bool) -> _Sample:
             picked = picked[(slice(None),) * dim + (slice(None, None, step),)]
     values = torch.cat((torch.stack(x.detach().aminmax()), picked.reshape(-1)))
     frame = outside(sys._getframe(2), ENGINES) if with_line else None
-    return _Sample(values.to(torch.promote_types(x.dtype, torch.float32)), _line_of(frame), x.dtype)
-
-
-def _line_of(frame: FrameType | None) -> str:
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return _Sample(values.to(torch.promote_types(x.dtype, torch.float32)), where, x.dtype)
 
 
 #: A pole that has samples of both runs, the exact ones first.
