@@ -74,10 +74,7 @@ class GradientErrors:
         """Return the error of a candidate by its name, or by its index."""
         if isinstance(name, int):
             return self.errors[name]
-        for each in self.errors:
-            if each.name == name:
-                return each
-        raise KeyError(name)
+        return {each.name: each for each in self.errors}[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that JSON can carry."""
@@ -105,12 +102,12 @@ class GradientErrors:
     @property
     def _limit(self) -> float:
         """The error up to which the verdict asks for nothing else."""
-        found = [floor.total for floor in self.floors if floor.total is not None and floor.name == BF16]
-        return found[0] if found else _LIMIT
+        found = (floor.total for floor in self.floors if floor.total is not None and floor.name == BF16)
+        return next(found, _LIMIT)
 
     def _better(self, bad: GradientError) -> str:
-        measured = [each for each in self.errors if each.total is not None and each is not bad]
-        good = [each for each in measured if each.total is not None and each.total <= self._limit]
+        known = (each for each in self.errors if each is not bad)
+        good = [each for each in known if each.total is not None and each.total <= self._limit]
         return f"{good[0].name} ({percent(good[0].total)})" if good else '"lossless", which changes none'
 
     def table(self) -> str:
