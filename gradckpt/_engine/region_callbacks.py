@@ -65,11 +65,15 @@ def determinism_check(value: Any, exact: int) -> Any:
         return ours[value]
     checks = private.determinism_checks
     if value not in checks:
-        error = torch_errors.unknown_check(value, checks)
-        if not exact:
-            error.add_note("gradckpt also takes determinism_check='warn'")
-        raise error
+        raise _unknown_check(value, checks, exact)
     return checks[value]
+
+
+def _unknown_check(value: Any, checks: Any, exact: int) -> Exception:
+    error: Exception = torch_errors.unknown_check(value, checks)
+    if not exact:
+        error.add_note("gradckpt also takes determinism_check='warn'")
+    return error
 
 
 def tracing_mode_active() -> bool:
