@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
 import threading
 import weakref
 from typing import Any
@@ -48,7 +47,7 @@ def _made(offload: Offload, payloads: int) -> _C.Place:
         return -1 if value == "auto" else int(value)
 
     return _C.Place(
-        None if offload.directory is None else os.fspath(offload.directory),
+        offload.directory,  # type: ignore[arg-type]  # a string, since an Offload is made of it
         offload.host_bytes(),
         size(offload.ring),
         size(offload.keep_last),
