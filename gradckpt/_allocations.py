@@ -40,14 +40,9 @@ class MemoryPoint(NamedTuple):
     other: int
 
 
-class Found(NamedTuple):
-    """The result of one device: the timeline, the index of its peak, and the bytes alive there, by
-    region.
-    """
-
-    timeline: list[MemoryPoint]
-    top: int
-    by_region: dict[str, int]
+#: The result of one device: the timeline, the index of its peak, and the bytes alive there, by
+#: region.
+Found = tuple[list[MemoryPoint], int, dict[str, int]]
 
 
 def mark(text: str) -> None:
@@ -197,23 +192,23 @@ class _Runs:
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.ends: list[int] = []
-        self._open = 0
+        self.inside: Counter[int] = Counter()  # number of nodes around each thread
         self._over = True
 
-    def node(self, i: int) -> None:
-        if not self._open and self._over:
+    def node(self, i: int, thread: int) -> None:
+        if not self.inside.total() and self._over:
             self.starts.append(i)
             self.ends.append(i)
             self._over = False
-        self._open += 1
+        self.inside[thread] += 1
 
-    def end(self, i: int) -> None:
-        self._open -= 1
+    def end(self, i: int, thread: int) -> None:
+        self.inside[thread] -= 1
         self.ends[-1] = i
 
     def outside(self) -> None:
         """Note an operator or mark outside all nodes: the next node belongs to another backward."""
-        self._over |= not self._open
+        self._over |= not self.inside.total()
 
     def kind(self, block: _Block, at_the_end: int) -> str:
         died = at_the_end if block.died is None else block.died
@@ -234,7 +229,6 @@ def analyse(threads: list[list[_Event]]) -> dict[str, Found]:
     """Return the result of each device."""
     events = list(heapq.merge(*threads, key=lambda event: event.ns))
     regions, runs = _Regions(), _Runs()
-    inside: Counter[int] = Counter()  # number of nodes around each thread
     simulated: Counter[int] = Counter()  # number of simulated steps that each thread is in
     alive: dict[tuple[str, int], _Block] = {}
     #: device -> (index of the event, the new block, the block that died), in order
@@ -248,7 +242,7 @@ def analyse(threads: list[list[_Event]]) -> dict[str, Found]:
         elif event.what == "allocate":
             # An optimizer may step during a backward, in a gradient's hook; its states are not
             # gradients.
-            run = len(runs.starts) - 1 if inside[thread] and not event.stepping else -1
+            run = len(runs.starts) - 1 if runs.inside[thread] and not event.stepping else -1
             new = _Block(event.number, i, regions.current(thread, event.graded), run, event.graded)
             old = alive.get((event.text, event.address))  # another thread released it, which is not recorded
             if old is not None:
@@ -262,15 +256,13 @@ def analyse(threads: list[list[_Event]]) -> dict[str, Found]:
             if old is not None or event.text != "cpu":  # on a CPU, an earlier profiler may have seen the allocation
                 changes.setdefault(event.text, []).append((i, None, old))
         elif event.what == "node":
-            inside[thread] += 1
-            runs.node(i)
+            runs.node(i, thread)
             regions.node(thread, event.number)
         elif event.what == "end":
-            inside[thread] -= 1
-            runs.end(i)
+            runs.end(i, thread)
             regions.end(thread)
         else:
-            if not inside[thread]:
+            if not runs.inside[thread]:
                 runs.outside()
             if event.what == "op" and event.number >= 0:
                 regions.op(thread, event.number)
@@ -304,4 +296,4 @@ def _device(
     for _, block, _ in changes:
         if block is not None and block.born <= when and (block.died is None or block.died > when):
             by_region[block.region] += block.size
-    return Found(timeline, top, dict(by_region.most_common()))
+    return timeline, top, dict(by_region.most_common())

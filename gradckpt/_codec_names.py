@@ -26,10 +26,10 @@ def codec_of_id(number: int) -> str:
             f"gradckpt: codec id {number} is {RETIRED[number]!r} of an earlier version, whose payloads this one cannot "
             "read; encode the tensor again"
         )
-    for name in _C.codecs():
-        if _C.codec_info(name)["id"] == number:
-            return name
-    raise ValueError(f"gradckpt: no codec has the id {number}; gradckpt.codecs.names() lists the codecs")
+    by_id = {_C.codec_info(name)["id"]: name for name in _C.codecs()}
+    if number not in by_id:
+        raise ValueError(f"gradckpt: no codec has the id {number}; gradckpt.codecs.names() lists the codecs")
+    return by_id[number]
 
 
 def resolve_codec(name: str, of_activations: bool = False) -> str:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from gradckpt._stats import columns
+
 #: Without the error of bf16 for the same step, an error above this is called large: bf16's is 0.3
 #: to 5 % (docs/numerics.md).
 _LIMIT = 0.01
@@ -72,10 +74,7 @@ class GradientErrors:
         """Return the error of a candidate by its name, or by its index."""
         if isinstance(name, int):
             return self.errors[name]
-        for each in self.errors:
-            if each.name == name:
-                return each
-        raise KeyError(name)
+        return {each.name: each for each in self.errors}[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that JSON can carry."""
@@ -103,12 +102,12 @@ class GradientErrors:
     @property
     def _limit(self) -> float:
         """The error up to which the verdict asks for nothing else."""
-        found = [floor.total for floor in self.floors if floor.total is not None and floor.name == BF16]
-        return found[0] if found else _LIMIT
+        found = (floor.total for floor in self.floors if floor.total is not None and floor.name == BF16)
+        return next(found, _LIMIT)
 
     def _better(self, bad: GradientError) -> str:
-        measured = [each for each in self.errors if each.total is not None and each is not bad]
-        good = [each for each in measured if each.total is not None and each.total <= self._limit]
+        known = (each for each in self.errors if each is not bad)
+        good = [each for each in known if each.total is not None and each.total <= self._limit]
         return f"{good[0].name} ({percent(good[0].total)})" if good else '"lossless", which changes none'
 
     def table(self) -> str:
@@ -125,19 +124,11 @@ class GradientErrors:
             for each in self.errors
         ]
         rows += [(floor.what, percent(floor.total), "", "", floor.note) for floor in self.floors]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if 0 < i < 4 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (head, *rows)
-        ]
         title = [f"gradients of one step of {self.model}, beside exact recomputing", *filter(None, [self.precision])]
         amplified = [
             f"{each.name}: {text.removeprefix('gradckpt: ')}" for each in self.errors for text in each.amplified
         ]
-        return "\n".join([*title, *(lines if rows else []), self.verdict, *amplified])
+        return "\n".join([*title, *(columns([head, *rows], right=(1, 2, 3)) if rows else []), self.verdict, *amplified])
 
     __str__ = table
 

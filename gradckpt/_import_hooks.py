@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib.abc
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -35,20 +34,13 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self.waiting or getattr(self.asking, "now", False):
             return None
+        self.asking.now = True  # other finders may ask all finders in their turn
         try:
-            with self._asking():
-                found = self._of_others(fullname, path, target)
+            found = self._of_others(fullname, path, target)
             return None if found is None else self._told(found)
         except Exception as error:  # raised again when the import machinery asks that finder
             logger.warning("gradckpt: cannot follow the import of %s (%r); import gradckpt after it", fullname, error)
             return None
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Mark this thread as asking: other finders may ask all finders in their turn."""
-        self.asking.now = True
-        try:
-            yield
         finally:
             self.asking.now = False
 
@@ -113,7 +105,7 @@ def after_import(name: str, then: Then) -> None:
         return
     if not any(finder is _finder for finder in sys.meta_path):
         earlier = [f for f in sys.meta_path if (type(f).__module__, type(f).__name__) == (__name__, "_AfterImport")]
-        if earlier:  # from this module, loaded before
+        if earlier:  # from this module, loaded before; no list is made without need
             _leave(*earlier)
         sys.meta_path.insert(0, _finder)
     _finder.waiting[name] = then

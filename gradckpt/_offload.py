@@ -128,9 +128,7 @@ def _own_bytes(name: str, size: int | str, forms: str) -> int | str:
 
 def plain_data(offload: Offload) -> dict[str, Any]:
     """Return plain data, which ``offload=`` takes."""
-    directory = None if offload.directory is None else os.fspath(offload.directory)
-    given = {**dataclasses.asdict(offload), "directory": directory}
-    return {key: value for key, value in given.items() if value is not None}
+    return {key: value for key, value in dataclasses.asdict(offload).items() if value is not None}
 
 
 #: What ``offload=`` may be.

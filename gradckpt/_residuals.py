@@ -17,7 +17,7 @@ from gradckpt._engine.arguments import module_behind
 from gradckpt._engine.op_policy import Policy
 from gradckpt._engine.side_effects import graph_behind
 from gradckpt._engine.user_lines import ENGINES, outside, outwards
-from gradckpt._stats import advice, format_bytes
+from gradckpt._stats import advice, columns, format_bytes
 
 #: A tensor outside all nodes of the graph: the input of a checkpoint region, or of a node that ends
 #: with the call.
@@ -91,15 +91,10 @@ class Residuals:
             )
             for r in self.rows
         ]
-        widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-        lines = [
-            "  ".join(c.rjust(w) if i == 5 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-            for row in (head, *cells)
-        ]
         total = f"{len(self.rows)} tensors saved, {self.total_bytes:,} bytes ({format_bytes(self.total_bytes)})"
         rules = advice(self.exact_functions)
         exact = [f"compress_saved() keeps exactly what these save: {', '.join(self.exact_functions)};"] if rules else []
-        return "\n".join([*(line.rstrip() for line in lines), total, *exact, *rules])
+        return "\n".join([*columns([head, *cells], right=(5,)), total, *exact, *rules])
 
     __str__ = table
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gradckpt import _C
@@ -20,8 +21,8 @@ class Compiled:
         self.reset()
 
     def reset(self) -> None:
-        self.counters = dict.fromkeys(("regions", "graphs", "tensors", "bytes_in", "bytes_out"), 0)
-        self.uncompressed: dict[str, int] = {}
+        self.counters = Counter(dict.fromkeys(("regions", "graphs", "tensors", "bytes_in", "bytes_out"), 0))
+        self.uncompressed: Counter[str] = Counter()
 
     def flat(self) -> dict[str, Any]:
         counters = {f"compiled_{key}": n for key, n in self.counters.items()}
@@ -29,14 +30,12 @@ class Compiled:
 
     def add(self, **counts: int) -> None:
         with self.lock:
-            for key, count in counts.items():
-                self.counters[key] += count
+            self.counters.update(counts)
 
     def add_exact(self, reasons: Mapping[str, int]) -> None:
         """Count what ``compress_saved()`` leaves uncompressed in a graph."""
         with self.lock:
-            for reason, count in reasons.items():
-                self.uncompressed[reason] = self.uncompressed.get(reason, 0) + count
+            self.uncompressed.update(reasons)
 
 
 compiled = Compiled()
@@ -146,8 +145,7 @@ class Stats(dict[str, Any]):
         rows = [row for row in self._rows() if row[1] or row[2]]
         if not rows:
             return self.headline()
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [f"  {what:<{widths[0]}}  {n:>{widths[1]}}  {size}".rstrip() for what, n, size in rows]
+        lines = [f"  {line}" for line in columns(rows, right=(1,))]
         lines += advice(self["exact_functions"])
         steps = self["steps"]
         span = f"a step, of {steps:,} steps:" if steps > 1 else "in one step:" if steps else "in all:"
@@ -335,6 +333,16 @@ def restart_peaks() -> tuple[int, ...]:
 def latest_peaks(counters: Mapping[str, Any]) -> tuple[int, ...]:
     """Return :data:`PEAKS` since the last :func:`restart_peaks`, of ``_C.stats()``."""
     return tuple(counters[key] for key in PEAKS)
+
+
+def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Return a line for each row; the cells of some columns are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (
+        [cell.rjust(n) if i in right else cell.ljust(n) for i, (cell, n) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    )
+    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 def format_bytes(n: float) -> str:

@@ -177,7 +177,10 @@ _INSTEAD = {"mlp": 'its feed-forward has no module of its own; "layer" holds it'
 
 def _what_there_is(selector: Any, tree: Tree) -> str:
     if isinstance(selector, Subset):
-        return f"{describe(selector.selector)} matches {len(set(_modules_of(selector.selector, tree)))}"
+        inner = set(_select(selector.selector, tree))
+        return (
+            f"{describe(selector.selector)} matches {len({id(module) for name, module in tree.names if name in inner})}"
+        )
     if isinstance(selector, str) and (selector in _C.codecs() or selector in ALIASES):
         return f"it is a codec: pass compress={selector!r}"
     classes = {type(module).__name__ for name, module in tree.names if name}
@@ -201,8 +204,3 @@ def _what_there_is(selector: Any, tree: Tree) -> str:
         return f"{text}; choose by class instead, one of {', '.join(sorted(classes))}"
     few = [name for name, module in tree.names if id(module) in tree.kinds][:4] or names[:4]
     return f"{text}; names: {', '.join(map(repr, few))}, ..."
-
-
-def _modules_of(selector: Any, tree: Tree) -> list[int]:
-    names = set(_select(selector, tree))
-    return [id(module) for name, module in tree.names if name in names]

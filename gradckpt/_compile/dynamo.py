@@ -73,10 +73,12 @@ def checkpoint(
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     elif context_fn is not None:
         kwargs["context_fn"] = context_fn
-    kwargs["use_reentrant"] = False
-    kwargs["preserve_rng_state"] = preserve_rng_state
-    kwargs["determinism_check"] = determinism_check
-    kwargs["early_stop"] = early_stop
+    torchs = {
+        "preserve_rng_state": preserve_rng_state,
+        "determinism_check": determinism_check,
+        "early_stop": early_stop,
+    }
+    kwargs.update(torchs, use_reentrant=False)
     names = policy.patterns if known else ()
     restored = marking is not None and marking.restored
     return _traced(torch.ops.higher_order.tag_activation_checkpoint, names, function, args, kwargs, restored)
@@ -103,11 +105,6 @@ def _traced(
             kept_calls.traced, kept_calls.restored = around
 
 
-def _is_or_may_be(condition: Any) -> Any:
-    """Return the condition, or True where it depends on a size that is known only at run time."""
-    return private.dynamo.guard_or_true(condition)
-
-
 def _distinct(x: torch.Tensor) -> Any:
     """Return how many values lie in memory: those of an expanded dimension are one."""
     n: Any = 1
@@ -122,7 +119,7 @@ def _mark(marking: Marking, x: Any) -> Any:
         isinstance(x, torch.Tensor)
         and type(x) is torch.Tensor
         and x.dtype in marking.dtypes
-        and _is_or_may_be(_distinct(x) >= marking.min_numel)
+        and private.dynamo.guard_or_true(_distinct(x) >= marking.min_numel)  # true for a size that only the run tells
         and marking.eligible[int(x.requires_grad)][int(x.is_leaf)]  # Dynamo before 2.12 takes no bool for an index
     ):
         mark = graph.rounded if marking.fake_quantize else graph.region_input
@@ -233,11 +230,7 @@ def replace_checkpoint(replacement: Replacement | None) -> None:
     _replacement = replacement
     graph.patched = replacement is not None
     if replacement is not None and _told:
-        _dispatch_torchs()
-
-
-def _dispatch_torchs() -> None:
-    _substitute(torch_checkpoint.checkpoint, torchs_checkpoint)
+        _substitute(torch_checkpoint.checkpoint, torchs_checkpoint)
 
 
 def _substitute(original: Any, traceable: Any) -> None:
@@ -275,7 +268,7 @@ def _tell(dynamo: ModuleType) -> None:
         private.dynamo.skip_code(code)
 
     if _replacement is not None:
-        _dispatch_torchs()
+        _substitute(torch_checkpoint.checkpoint, torchs_checkpoint)
 
 
 def hook_import() -> None:

@@ -40,14 +40,15 @@ from gradckpt._compression import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._version import __version__
 
-_library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
-for _name in ("region_input", "rounded"):
-    if not hasattr(torch.ops.gradckpt, _name):  # else a gradckpt imported before has defined it: torch defines once
-        _library.define(f"{_name}(Tensor x, str codec, str version) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
 
-region_input = torch.ops.gradckpt.region_input.default
-rounded = torch.ops.gradckpt.rounded.default
-MARKS = (region_input, rounded)
+
+def define(name: str, signature: str, kernel: Callable[..., Any], key: str = "CompositeExplicitAutograd") -> Any:
+    """Return a new operator of ``torch.ops.gradckpt``."""
+    if not hasattr(torch.ops.gradckpt, name):  # else a gradckpt imported before has defined it: torch defines once
+        library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, kernel, key)
+    return getattr(torch.ops.gradckpt, name).default
 
 
 @functools.cache
@@ -113,12 +114,13 @@ def _rounded(x: torch.Tensor, codec: str, version: str) -> torch.Tensor:
     return out.copy_(torch.ops.gradckpt.decode(payload, codec, x.shape, x.dtype))
 
 
-_library.impl("region_input", _region_input, "CompositeExplicitAutograd")
-_library.impl("rounded", _rounded, "CompositeExplicitAutograd")
+_MARK = "(Tensor x, str codec, str version) -> Tensor"
+region_input, rounded = define("region_input", _MARK, _region_input), define("rounded", _MARK, _rounded)
+MARKS = (region_input, rounded)
 
 
-@torch.library.register_fake("gradckpt::region_input", lib=_library)  # type: ignore[untyped-decorator]
-@torch.library.register_fake("gradckpt::rounded", lib=_library)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("gradckpt::region_input", lib=library)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("gradckpt::rounded", lib=library)  # type: ignore[untyped-decorator]
 def _like(x: torch.Tensor, codec: str, version: str) -> torch.Tensor:
     return torch.empty_like(x)
 
@@ -158,7 +160,7 @@ def _straight_through(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None,
 
 
 for _name in ("region_input", "rounded"):
-    torch.library.register_autograd(f"gradckpt::{_name}", _straight_through, setup_context=_traced, lib=_library)
+    torch.library.register_autograd(f"gradckpt::{_name}", _straight_through, setup_context=_traced, lib=library)
 
 
 #: The ``meta`` keys of a node that is kept compressed: the codec, and the form of what

@@ -23,19 +23,6 @@ from gradckpt._compression import CompressionConfig, warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.region_callbacks import tracing_mode_active
 
-_library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
-_SCHEMAS = {
-    "saved_begin": "(str settings) -> ()",
-    "saved_end": "() -> ()",
-    "saved_results": "(Tensor[] xs, Tensor[] activations) -> ()",
-}
-for _name, _schema in _SCHEMAS.items():
-    if not hasattr(torch.ops.gradckpt, _name):
-        _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-#: Operators that no pass may remove.
-KEPT = tuple(getattr(torch.ops.gradckpt, name).default for name in _SCHEMAS)
-
 #: So many views and casts of a weight are looked through, as without the compiler.
 _VIEWS = 16
 
@@ -84,8 +71,15 @@ def _results(xs: Sequence[torch.Tensor], activations: Sequence[torch.Tensor]) ->
         graph.claim()
 
 
-for _name, _kernel in (("saved_begin", _begin), ("saved_end", _end), ("saved_results", _results)):
-    _library.impl(_name, _kernel, "CompositeImplicitAutograd")
+#: Operators that no pass may remove.
+KEPT = tuple(
+    graph.define(name, signature, kernel, "CompositeImplicitAutograd")
+    for name, signature, kernel in (
+        ("saved_begin", "(str settings) -> ()", _begin),
+        ("saved_end", "() -> ()", _end),
+        ("saved_results", "(Tensor[] xs, Tensor[] activations) -> ()", _results),
+    )
+)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from gradckpt._compile.graph import define, library
 from gradckpt._compile.saved_roles_traced import AGAIN, KIND, SAVED, How, is_same
 
 _SIDE, _NUMBER, _RECOMPUTE, _REGION = "partitioner_tag", "seq_nr", "recompute", "ac_graph_id"
@@ -53,8 +54,6 @@ def _readers(node: Node, number: Any) -> list[Node]:
 
 # ---- attention ----
 
-_library = torch.library.Library("gradckpt", "FRAGMENT")  # torch drops the registrations with this object
-
 
 @functools.cache
 def _again(attention: Any) -> Any:
@@ -63,10 +62,8 @@ def _again(attention: Any) -> Any:
     """
     name = "again" + attention._schema.name.partition("::")[2]
     if not hasattr(torch.ops.gradckpt, name):
-        signature = str(attention._schema).partition("(")[2]
-        _library.define(f"{name}({signature}", tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, attention, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"gradckpt::{name}", attention, lib=_library)
+        define(name, "(" + str(attention._schema).partition("(")[2], attention)
+        torch.library.register_fake(f"gradckpt::{name}", attention, lib=library)
     return getattr(torch.ops.gradckpt, name).default
 
 
@@ -100,11 +97,6 @@ def _seen(result: Node) -> list[Node]:
 
 # ---- signs ----
 
-if not hasattr(torch.ops.gradckpt, "signs"):
-    _library.define("signs(Tensor x, bool or_nan) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-#: It must have a side effect: then the forward computes it, though only the backward needs it.
-SIGNS = torch.ops.gradckpt.signs.default
-
 
 def _signs(x: torch.Tensor, or_nan: bool) -> torch.Tensor:
     return ((x <= 0).logical_not_() if or_nan else x > 0).contiguous()
@@ -114,14 +106,17 @@ def _signs_like(x: torch.Tensor, or_nan: bool) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=torch.bool)
 
 
-_library.impl("signs", _signs, "CompositeExplicitAutograd")
-torch.library.register_fake("gradckpt::signs", _signs_like, lib=_library)
+#: It must have a side effect: then the forward computes it, though only the backward needs it.
+SIGNS = define("signs", "(Tensor x, bool or_nan) -> Tensor", _signs)
+torch.library.register_fake("gradckpt::signs", _signs_like, lib=library)
 
 
 def _save_signs(graph: Graph, node: Node, number: Any, form: str) -> None:
-    readers = [(each, reader) for each in _seen(node) for reader in _readers(each, number)]
     readers = [
-        (each, reader) for each, reader in readers if reader.target not in (_aten.detach.default, _aten.alias.default)
+        (each, reader)
+        for each in _seen(node)
+        for reader in _readers(each, number)
+        if reader.target not in (_aten.detach.default, _aten.alias.default)
     ]
     if not readers:
         return

@@ -9,8 +9,8 @@ and the partitioner carry it along.
 
 from __future__ import annotations
 
-import collections
 import functools
+import graphlib
 import json
 import math
 import re
@@ -23,6 +23,7 @@ from torch.fx import Node
 from gradckpt import _C
 from gradckpt._compile.saved_forms import hint
 from gradckpt._engine import torch_private as private
+from gradckpt._engine.side_effects import graph_behind
 
 #: Keys of a traced node's ``meta``: how autograd's nodes save it, by their numbers; what autograd's
 #: node of its operator is; the settings of its block.
@@ -88,7 +89,7 @@ def note(
     """Note in a traced graph what autograd's nodes in the blocks save, and which of its inputs are
     activations. Return whether anything is saved.
     """
-    nodes = _nodes([x.grad_fn for x in results if x.grad_fn is not None])
+    nodes = _nodes(results)
     if not nodes or not blocks:
         return False
     uses, near = _uses(nodes), _near_results(nodes, results)
@@ -133,27 +134,15 @@ def _settings_at(blocks: Sequence[Any], number: int) -> Settings | None:
     return max(inside, key=lambda block: block.begin).settings if inside else None  # the innermost
 
 
-def _nodes(roots: Sequence[Any]) -> list[Any]:
-    """Return the nodes behind the roots, each after all that use it."""
-    waiting, seen, uses = list(roots), set(roots), collections.Counter[Any]()
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None:
-                uses[node] += 1
-                if node not in seen:
-                    seen.add(node)
-                    waiting.append(node)
-    ready = [node for node in seen if not uses[node]]
-    ordered = []
-    while ready:
-        at = ready.pop()
-        ordered.append(at)
-        for node, _ in at.next_functions:
-            if node is not None:
-                uses[node] -= 1
-                if not uses[node]:
-                    ready.append(node)
-    return ordered
+def _nodes(results: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the nodes behind the results, each after all that use it."""
+    order: graphlib.TopologicalSorter[Any] = graphlib.TopologicalSorter()
+    for node in graph_behind(results):
+        order.add(node)
+        for behind, _ in node.next_functions:
+            if behind is not None:
+                order.add(behind, node)
+    return list(order.static_order())
 
 
 def _note_rows(node: Any, number: int, rows: list[Any], settings: Settings, tracer: Any) -> bool:

@@ -17,17 +17,13 @@ from gradckpt._engine.torch_objects import unseen_views
 _OpOverload = type(torch.ops.aten.mm.default)
 
 _KEY = "Negative"
+#: The key as higher-order operators know it, or None where torch does not tell.
+_key: Any = None if isinstance(private.DispatchKey, private.Missing) else getattr(private.DispatchKey, _KEY)
 _lock = threading.Lock()
 _begun: set[Any] = set()
 _caught: set[Any] = set()
 _watching = False  # the operators that may change a kept output are among them
 _libraries: dict[str, torch.library.Library] = {}  # by namespace
-
-
-@functools.cache
-def _dispatch_key() -> Any:
-    """Return the key as higher-order operators know it, or None where torch does not tell."""
-    return None if isinstance(private.DispatchKey, private.Missing) else getattr(private.DispatchKey, _KEY)
 
 
 def is_catchable(op: Any) -> bool:
@@ -36,8 +32,7 @@ def is_catchable(op: Any) -> bool:
     Views, and operators that have a kernel of torch's on the key, need a mode.
     """
     if isinstance(op, private.HigherOrderOperator):
-        key = _dispatch_key()
-        return op in _caught or (key is not None and not op.has_kernel_for_dispatch_key(key))
+        return op in _caught or (_key is not None and not op.has_kernel_for_dispatch_key(_key))
     if not isinstance(op, _OpOverload) or any(arg.alias_info is not None for arg in op._schema.arguments):
         return False
     name = op.name()
@@ -108,18 +103,17 @@ def _let_higher_order_operators_pass() -> None:
     torch has none for them: each has a set of the keys that it obeys. Those that are made later
     read a list of the keys that none obeys.
     """
-    key = _dispatch_key()
-    if key is not None and key not in private.higher_order_fallthrough:
-        private.higher_order_fallthrough.append(key)
+    if _key is not None and _key not in private.higher_order_fallthrough:
+        private.higher_order_fallthrough.append(_key)
         for op in list(private.higher_order_operators.values()):
-            if not op.has_kernel_for_dispatch_key(key):
-                op.fallthrough(key)
+            if not op.has_kernel_for_dispatch_key(_key):
+                op.fallthrough(_key)
 
 
 def _register(op: Any, override: bool = False) -> None:
     if isinstance(op, private.HigherOrderOperator):
-        if not op.has_kernel_for_dispatch_key(_dispatch_key()):
-            op.py_impl(_dispatch_key())(_C.catcher(op))
+        if not op.has_kernel_for_dispatch_key(_key):
+            op.py_impl(_key)(_C.catcher(op))
         _caught.add(op)
     if op not in _caught:
         if op.namespace not in _libraries:

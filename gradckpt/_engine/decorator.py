@@ -126,10 +126,8 @@ class Decorated:
             by_name = _named(self.__module__, path) is self
         except (AttributeError, ImportError):
             by_name = False
-        return path if by_name else (Decorated, (self._as_given(), self.checkpoint, self.options))
-
-    def _as_given(self) -> Any:
-        return staticmethod(self.function) if self.static else self.function
+        given = staticmethod(self.function) if self.static else self.function
+        return path if by_name else (Decorated, (given, self.checkpoint, self.options))
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ from gradckpt import _C, codecs
 from gradckpt._compression import warn_user
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import name_of
-from gradckpt._engine.side_effects import is_capturing
+from gradckpt._engine.side_effects import graph_behind, is_capturing
 from gradckpt._engine.user_lines import ENGINES, outside
 
 logger = logging.getLogger("gradckpt")
@@ -163,19 +163,12 @@ def _sample_of(x: Tensor, with_line: bool, ends_alone: bool) -> _Sample:
             picked = picked[(slice(None),) * dim + (slice(None, None, step),)]
     values = torch.cat((torch.stack(x.detach().aminmax()), picked.reshape(-1)))
     frame = outside(sys._getframe(2), ENGINES) if with_line else None
-    return _Sample(values.to(torch.promote_types(x.dtype, torch.float32)), _line_of(frame), x.dtype)
+    where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return _Sample(values.to(torch.promote_types(x.dtype, torch.float32)), where, x.dtype)
 
 
-def _line_of(frame: FrameType | None) -> str:
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-class _Found(NamedTuple):
-    """A pole that has samples of both runs."""
-
-    pole: Pole
-    exact: _Sample
-    restored: _Sample
+#: A pole that has samples of both runs, the exact ones first.
+_Found = tuple[Pole, _Sample, _Sample]
 
 
 def _quietly(method: Callable[..., T]) -> Callable[..., T | None]:
@@ -266,7 +259,7 @@ class SavedSamples:
         """Return the poles, the numbers of :func:`_compared` for each, and for the slots without
         a pole, in further rows, whether they left the finite numbers."""
         poles = [
-            _Found(pole, self._exact[slot], self._restored[slot])
+            (pole, self._exact[slot], self._restored[slot])
             for slot, pole in self._poles
             if slot in self._exact and slot in self._restored
         ]
@@ -276,7 +269,7 @@ class SavedSamples:
         if self._stream is not None and not self._is_ordered(self._stream.device):
             return None
         with torch.no_grad():
-            rows = [_compared(each) for each in poles]
+            rows = [_compared(*each) for each in poles]
             for exact, restored in pairs:
                 left = exact.values[:_ENDS].isfinite().all() & ~restored.values[:_ENDS].isfinite().all()
                 rows.append(torch.nn.functional.pad(left.float().reshape(1), (0, _COLUMNS - 1)))
@@ -286,23 +279,22 @@ class SavedSamples:
     def _say(self, poles: list[_Found], numbers: Tensor, lines: list[str]) -> None:
         rows = numbers.tolist()
         worst, weight = None, 0.0
-        for pole, row in zip(poles, rows, strict=False):
+        for (pole, exact, _), row in zip(poles, rows, strict=False):
             verdict = _Verdict(*row)
             if verdict.weight(self.codec) > weight:
-                worst, weight = (pole, verdict), verdict.weight(self.codec)
+                worst, weight = (pole.name, exact.where, exact.dtype, verdict), verdict.weight(self.codec)
         left = [line for line, row in zip(lines, rows[len(poles) :], strict=True) if row[0]]
         if worst is not None:
-            say(self._text(worst[0].pole.name, worst[0].exact, worst[1], bool(left)))
+            say(self._text(*worst, bool(left)))
         elif left:
-            say(self._text("an operator", None, None, True, left[0]))
+            say(self._text("an operator", left[0], None, None, True))
 
-    def _text(self, op: str, exact: Any, verdict: _Verdict | None, left: bool, line: str = "") -> str:
-        line = line if exact is None else exact.where
+    def _text(self, op: str, line: str, dtype: torch.dtype | None, verdict: _Verdict | None, left: bool) -> str:
         what = f"{op} ({line}) in {self.region}" if line else f"{op} in {self.region}"
         error, bf16 = (0.0, 0.0) if verdict is None else verdict.errors(self.codec)
         fails = verdict is None or max(verdict.norm_bf16, verdict.relative_bf16) > FAILS
         # the codec bf16 takes float32 alone, and "lossless" does not hold many magnitudes
-        helps = not fails and self.codec != "bf16" and exact is not None and exact.dtype == torch.float32
+        helps = not fails and self.codec != "bf16" and dtype == torch.float32
         inputs, kept = ('compress="bf16"', '"bf16"') if helps else ("compress=None", "outputs exactly")
         places = (f"pass {inputs} there", f"keep {kept} in its policy")
         place = " and ".join(places) if self.of_policy == 2 else places[self.of_policy]
@@ -359,23 +351,23 @@ def ordinary_error(codec: str) -> float:
     return float((restored - levels).norm() / levels.norm())
 
 
-def _compared(found: _Found) -> Tensor:
-    derivative, u, v = found.pole.derivative, found.exact.values, found.restored.values
+def _compared(pole: Pole, exact: _Sample, other: _Sample) -> Tensor:
+    derivative, u, v = pole.derivative, exact.values, other.values
     d, restored, rounded = derivative(u), derivative(v), derivative(u.to(torch.bfloat16).to(u.dtype))
     good = d.isfinite()
     size = torch.where(good, d, 0).abs()
-    columns = [(good & ~restored.isfinite()).sum(), *_reach_and_growth(found, good)]
-    for other in (restored, rounded):
-        off = torch.where(good, (other - d).abs(), 0)
+    columns = [(good & ~restored.isfinite()).sum(), *_reach_and_growth(pole.distance(u), pole.distance(v), good)]
+    for found in (restored, rounded):
+        off = torch.where(good, (found - d).abs(), 0)
         relative = torch.where(off > 0, off / size, 0).nan_to_num(1.0, 1.0).clamp(max=1)
         columns += [relative.square().mean().sqrt(), (off.norm() / size.norm()).nan_to_num(0.0, 1.0).clamp(max=1)]
     left, reach, growth, relative, norm, relative_bf16, norm_bf16 = (each.double().reshape(()) for each in columns)
     return torch.stack([left, reach, growth, relative, relative_bf16, norm, norm_bf16]).float()
 
 
-def _reach_and_growth(found: _Found, good: Tensor) -> tuple[Tensor, Tensor]:
-    distance, n = found.pole.distance(found.exact.values), good.numel()
-    off = ((found.pole.distance(found.restored.values) - distance) / distance).nan_to_num(1.0).abs().clamp(max=_HUGE)
+def _reach_and_growth(distance: Tensor, restored: Tensor, good: Tensor) -> tuple[Tensor, Tensor]:
+    n = good.numel()
+    off = ((restored - distance) / distance).nan_to_num(1.0).abs().clamp(max=_HUGE)
     far = torch.where(good, distance, math.inf)
     order = far.argsort()
     errors = torch.where(good, off, 0)[order].square()
@@ -398,21 +390,15 @@ def _poles_behind(frame: Any, result: Any, start: int, most: int) -> Iterator[tu
 
     At most ``most`` nodes are looked at.
     """
-    stack = [x.grad_fn for x in private.tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]
-    seen: set[int] = set()  # their numbers
-    while stack and len(seen) < most:
-        node = stack.pop()
-        number = node._sequence_nr()
-        if number in seen or not start <= number < 2**63:  # not the region's, or a leaf's
-            continue
-        seen.add(number)
+    tensors = (x for x in private.tree_leaves(result) if isinstance(x, Tensor))
+    made = (node for node in graph_behind(tensors, start) if not hasattr(node, "variable"))  # else a leaf's
+    for node in itertools.islice(made, most):
         pole = _pole_of(node, node.name())
         if pole is not None:
             holder = getattr(getattr(node, f"_raw_saved_{pole.argument}", None), "data", None)
             slot = getattr(holder, "slot", None)
             if slot is not None and slot[0] is frame:
                 yield slot[1], pole
-        stack += [other for other, _ in node.next_functions if other is not None]
 
 
 # ---- what is said ----

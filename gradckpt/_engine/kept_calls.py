@@ -57,12 +57,8 @@ class _Region(NamedTuple):
     unpack: Any
 
 
-class _View(NamedTuple):
-    """A view of an argument: its sizes, strides, and its offset from the argument's."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+#: A view of an argument: its sizes, strides, and its offset from the argument's.
+_View = tuple[torch.Size, tuple[int, ...], int]
 
 
 class _Output(NamedTuple):
@@ -123,7 +119,7 @@ class _Inputs:
             offset = int(x.storage_offset()) - int(of.storage_offset())
             last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
             if offset >= 0 and (x.numel() == 0 or offset + last < of.numel()):
-                return i, _View(x.shape, x.stride(), offset)
+                return i, (x.shape, x.stride(), offset)
         return None
 
     def check(self) -> None:
@@ -135,17 +131,14 @@ class _Inputs:
                 )
 
 
-class _Packed(NamedTuple):
-    """A saved tensor, and what unpacks it: other hooks, those of the region or around it; or
-    :func:`_unmodified`, of one that autograd keeps.
-    """
-
-    unpack: Callable[[Any], torch.Tensor]
-    data: Any
+#: What unpacks a saved tensor, and the tensor: other hooks, those of the region or around it; or
+#: :func:`_unmodified`, of one that autograd keeps.
+_Packed = tuple[Callable[[Any], torch.Tensor], Any]
 
 
 def _unpack(saved: _Packed) -> torch.Tensor:
-    return saved.unpack(saved.data)
+    unpack, data = saved
+    return unpack(data)
 
 
 def _unmodified(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
@@ -166,11 +159,11 @@ class _Packer:
         found = inputs.find(x)
         if found is not None:
             kept.inputs.append(found)
-            return _Packed(region.unpack, region.pack(x.detach()))  # as the recompute hands it over
+            return region.unpack, region.pack(x.detach())  # as the recompute hands it over
         if around is not None:
-            return _Packed(around[1], around[0](x))
+            return around[1], around[0](x)
         x = x.detach()  # its node does not hold itself
-        return _Packed(_unmodified, (x, -1 if x.is_inference() else x._version))
+        return _unmodified, (x, -1 if x.is_inference() else x._version)
 
 
 # ---- the two runs ----
@@ -245,7 +238,8 @@ def _skip(region: _Region, name: str, kept: _Kept, args: Any, kwargs: Any) -> An
             with torch.no_grad():
                 x = x.detach()
                 if view is not None:
-                    x = x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+                    size, stride, offset = view
+                    x = x.as_strided(size, stride, x.storage_offset() + offset)
                 region.pack(x)
         if not kept.returned:  # a backward inside the call needs no more than what was saved before it
             raise private.StopRecomputation

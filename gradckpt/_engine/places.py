@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import functools
-import os
 import threading
 import weakref
 from typing import Any
@@ -47,7 +47,7 @@ def _made(offload: Offload, payloads: int) -> _C.Place:
         return -1 if value == "auto" else int(value)
 
     return _C.Place(
-        None if offload.directory is None else os.fspath(offload.directory),
+        offload.directory,  # type: ignore[arg-type]  # a string, since an Offload is made of it
         offload.host_bytes(),
         size(offload.ring),
         size(offload.keep_last),
@@ -115,8 +115,7 @@ def figures(restart: bool = False) -> dict[str, int]:
     """Return the sums over all places; of those that ended, what they counted. ``restart``: count
     from here.
     """
-    found = _C.figures_of_ended_places(restart)
+    found = collections.Counter(_C.figures_of_ended_places(restart))
     for place in list(_places.values()):
-        for name, value in place.figures(restart).items():
-            found[name] = found.get(name, 0) + value
-    return found
+        found.update(place.figures(restart))
+    return dict(found)

@@ -106,10 +106,6 @@ class StraightThrough(torch.autograd.Function):
 # ---- ambient state ----
 
 
-def _device_module(device_type: str) -> Any:
-    return getattr(torch, device_type, None)
-
-
 def _devices_of(args: Any, kwargs: Any) -> list[tuple[str, int]]:
     """Return each (type, index) of a non-CPU tensor in the arguments, once, in order."""
     devices: dict[tuple[str, int], None] = {}
@@ -134,7 +130,7 @@ def device_rng_capture(args: Any, kwargs: Any, preserve: int, exact: int) -> lis
     """
     found = []
     for kind, index in _devices_as_torch(args) if exact else _devices_of(args, kwargs) if preserve else ():
-        module = _device_module(kind)
+        module = getattr(torch, kind, None)
         if preserve and module is not None and getattr(module, "_initialized", False):
             with module.device(index):
                 found.append((kind, index, module.get_rng_state()))
@@ -145,7 +141,7 @@ def device_rng_swap(states: list[tuple[str, int, torch.Tensor]]) -> list[tuple[s
     """Set the states and return the previous ones."""
     previous = []
     for kind, index, state in states:
-        module = _device_module(kind)
+        module = getattr(torch, kind)
         with module.device(index):
             previous.append((kind, index, module.get_rng_state()))
             module.set_rng_state(state)
@@ -228,9 +224,7 @@ def contexts(context_fn: Callable[[], Any], hooks_see_kept: bool | None) -> tupl
 
 
 def policy_contexts(policy: Any, hooks_see_kept: bool | None) -> tuple[Any, Any, None]:
-    context_fn = contexts_of(policy)
-    assert context_fn is not None
-    return contexts(context_fn, hooks_see_kept)
+    return contexts(contexts_of(policy), hooks_see_kept)  # type: ignore[arg-type]  # C calls this with a policy
 
 
 def debug_contexts(function: Any, exact: bool) -> tuple[Any, Any, Any]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from gradckpt import _C
 from gradckpt._engine import torch_private as private
+from gradckpt._stats import columns
 
 #: False while a simulated step stands for one on a GPU, where reading values would synchronize.
 are_rows_read = True
@@ -30,12 +31,7 @@ def table() -> str:
         (package, node, f"exact: {why}" if why else f"places {', '.join(places)}")
         for package, node, places, why in _C.saved_functions()
     ]
-    return "\n".join([*_columns(rows), "", *_columns(functions)])
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*columns(rows), "", *columns(functions)])
 
 
 def check_functions(rules: tuple[tuple[str, str | None], ...]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,11 +51,7 @@ class ForwardContext(_C.Context, private.CachingMode):  # type: ignore[misc]
         _C.Context.__init__(self, store, by_key, False)
         private.CachingMode.__init__(self, policy_fn, store.storage)
 
-    def enter_mode(self) -> Any:
-        return private.CachingMode.__enter__(self)
-
-    def exit_mode(self, *error: Any) -> Any:
-        return private.CachingMode.__exit__(self, *error)
+    enter_mode, exit_mode = private.CachingMode.__enter__, private.CachingMode.__exit__
 
 
 class RecomputeContext(_C.Context, private.CachedMode):  # type: ignore[misc]
@@ -66,11 +63,7 @@ class RecomputeContext(_C.Context, private.CachedMode):  # type: ignore[misc]
         _C.Context.__init__(self, store, by_key, True)
         private.CachedMode.__init__(self, None, store.storage, mutation)
 
-    def enter_mode(self) -> Any:
-        return private.CachedMode.__enter__(self)
-
-    def exit_mode(self, *error: Any) -> Any:
-        return private.CachedMode.__exit__(self, *error)
+    enter_mode, exit_mode = private.CachedMode.__enter__, private.CachedMode.__exit__
 
 
 def create_selective_checkpoint_contexts(
@@ -288,19 +281,14 @@ def contexts_of(policy: PolicyLike) -> Callable[[], Any] | None:
 @functools.lru_cache(maxsize=64)
 def _contexts_of_known(known: Policy, version: str) -> Callable[[], Any]:
     """Remember the latest policies: describing one takes longer than a region without one."""
-    text = f"gradckpt {version} {known.describe()}"
-    if text not in _by_text:
-        if len(_by_text) >= 64:
-            _by_text.clear()
-        made: Any = functools.partial(create_selective_checkpoint_contexts, known)
-        made.cache_hash = text  # torch may then cache graphs with it
-        _by_text[text] = made
-    return _by_text[text]
+    made: Any = functools.partial(create_selective_checkpoint_contexts, known)
+    made.cache_hash = f"gradckpt {version} {known.describe()}"  # torch may then cache graphs with it
+    return _by_text.setdefault(made.cache_hash, made)
 
 
 #: Equal policies get one object: Dynamo guards on it, and ``patched()`` may be called anew in each
 #: step.
-_by_text: dict[str, Callable[[], Any]] = {}
+_by_text: weakref.WeakValueDictionary[str, Callable[[], Any]] = weakref.WeakValueDictionary()
 
 
 def contexts_key(context_fn: Any) -> Any:

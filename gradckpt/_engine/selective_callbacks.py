@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import weakref
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradckpt import _C, policies
 from gradckpt._compression import warn_inactive
@@ -223,9 +223,8 @@ barred = functools.partial(
 )
 
 
-#: id(module) -> weak reference to it, and the methods already checked. A module need not be
-#: hashable.
-_checked: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+#: The methods already checked, by their module, which need not be hashable.
+_checked: Any = WeakIdKeyDictionary()
 
 
 def _owns(owner: Any, variable: torch.Tensor) -> bool:
@@ -248,11 +247,7 @@ def check_leaves(function: Any, roots: tuple[torch.Tensor, ...], targets: list[t
     """Check, once for each module and method, that gradients flow to the targets only."""
     function = without_partials(function)
     owner, method = getattr(function, "__self__", function), getattr(function, "__name__", "")
-    key = id(owner)
-    known_owner, checked = _checked.get(key, (None, set()))
-    if known_owner is None or known_owner() is not owner:
-        checked = set()
-        _checked[key] = weakref.ref(owner, lambda _: _checked.pop(key, None)), checked
+    checked = _checked.setdefault(owner, set())
     if method in checked:
         return
     known = {id(x) for x in targets}

@@ -124,13 +124,15 @@ def reaches_before(roots: Iterable[torch.Tensor], number: int) -> bool:
     return any(node._sequence_nr() < number for node in graph_behind(roots))
 
 
-def graph_behind(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the nodes that gradients of these tensors flow to."""
+def graph_behind(roots: Iterable[torch.Tensor], since: int = 0) -> Iterator[Any]:
+    """Yield the nodes that gradients of these tensors flow to, and that were made no earlier than
+    the one of the number ``since``.
+    """
     seen: set[Any] = set()
     nodes = [x.grad_fn for x in roots if x.grad_fn is not None]
     while nodes:
         node = nodes.pop()
-        if node in seen:
+        if node in seen or node._sequence_nr() < since:
             continue
         seen.add(node)
         yield node

@@ -168,19 +168,14 @@ class _Run:
     @contextlib.contextmanager
     def _as_forward(self) -> Iterator[None]:
         """Enter the forward's random state and autocast; put running statistics back afterwards."""
-        around = generator_states() if self.random is not None else None
-        statistics = buffers.enter(buffers.with_rule(self.module))
-        try:
+        with contextlib.ExitStack() as stack:
             if self.random is not None:
+                stack.callback(restore_generators, generator_states())
                 restore_generators(self.random)
-            with contextlib.ExitStack() as stack:
-                for kind, enabled, dtype, cached in self.autocast:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-                yield
-        finally:
-            statistics.close()
-            if around is not None:
-                restore_generators(around)
+            stack.callback(buffers.enter(buffers.with_rule(self.module)).close)
+            for kind, enabled, dtype, cached in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            yield
 
 
 class _Tiles(torch.autograd.Function):

@@ -238,7 +238,8 @@ def _no_function_modes() -> int:
 
 def _refusing(path: str) -> type:
     """Return a class to inherit from that raises when it is made."""
-    return type(path.rpartition(".")[2], (), {"__init__": lambda self, *args, **kwargs: Missing(path)()})
+    refuses = dict.fromkeys(("__init__", "__enter__", "__exit__"), lambda self, *args, **kwargs: Missing(path)())
+    return type(path.rpartition(".")[2], (), refuses)
 
 
 #: What takes the place of a missing name; without an equivalent, a :class:`Missing` does.
