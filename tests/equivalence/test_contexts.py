@@ -115,11 +115,6 @@ def test_context_fn_that_returns_no_pair_of_contexts(run, made):
 
 
 @behaviour
-def test_context_fn_may_return_any_iterable_of_two(run):
-    return run.gradients(torch.sin, leaf(4), context_fn=lambda: iter([Noted(run, "f"), Noted(run, "r")]))
-
-
-@behaviour
 def test_context_fn_that_raises(run):
     def context_fn():
         raise LookupError("no contexts today")
@@ -157,16 +152,6 @@ def test_mode_around_everything(run):
         y = run.checkpoint(lambda t: t.sin().exp(), x)
         run.log("backward")
         y.sum().backward()
-    return x.grad
-
-
-@saves_inputs_alone
-@behaviour
-def test_mode_around_the_forward_only(run):
-    x = leaf(4)
-    with Operators(run, "all"):
-        y = run.checkpoint(lambda t: t.sin().exp(), x)
-    y.sum().backward()
     return x.grad
 
 
