@@ -131,6 +131,16 @@ def test_original_that_stays_is_reported():
     assert gradckpt.stats()["originals_alive_bytes"] == 64 * 64 * 4
 
 
+def test_deep_chain_is_freed_without_backward():
+    y = activation(4)
+    for _ in range(2000):
+        y = checkpoint(torch.sin, y)
+    assert gradckpt.stats()["compressed"] == 2000
+    del y
+    gc.collect()
+    assert gradckpt.stats()["live_bytes"] == 0
+
+
 def test_a_tensor_with_another_flag_is_not_shared():
     config = {"codec": "raw", "min_numel": 0, "include": "floating"}
     x, w = torch.randn(8, 16), leaf(8, 16)

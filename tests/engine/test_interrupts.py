@@ -261,12 +261,15 @@ def test_twenty_thousand_random_interrupts(seed):
 
 
 class At:
-    """Raises KeyboardInterrupt at the n-th event of the Python code that runs inside."""
+    """Raises KeyboardInterrupt at the n-th event of the Python code, or that of a file, that runs
+    inside."""
 
-    def __init__(self, n):
-        self.n, self.fired = n, None
+    def __init__(self, n, file=None):
+        self.n, self.file, self.fired = n, file, None
 
     def trace(self, frame, event, arg):
+        if self.file is not None and frame.f_code.co_filename != self.file:
+            return None
         self.n -= 1
         if self.n == 0:
             sys.settrace(None)

@@ -454,3 +454,22 @@ def test_letting_go_may_run_python():
     gradckpt.stats()
     assert callbacks == [reference]
     assert all(torch.equal(p.decode(), fitting()) for p in (payload, *more, *others))
+
+
+def test_nothing_leaks():
+    def step():
+        for make in (fitting, hostile):
+            x = make()
+            y = run(x)
+            with contextlib.suppress(RuntimeError):
+                gradient(y, x)
+            _C.settle_overflow()
+            gradient(y, x)
+
+    step()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(20):
+        step()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 20

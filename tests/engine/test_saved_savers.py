@@ -155,6 +155,14 @@ def test_narrow_rows_of_norms_are_exact_beside_larger_ones(width):
             assert torch.equal(got, exact)
 
 
+def test_attention_with_dropout_keeps_nothing_exact():
+    """On the CPU torch makes it of products and a softmax of its own."""
+    x = torch.randn(64, 128).requires_grad_() * 1
+    y = compress_saved(SMALL)(ROUNDED["attention with dropout"])(x)
+    assert EXACT not in kept()
+    y.sum().backward()
+
+
 def attend(x, **options):
     return F.scaled_dot_product_attention(*(x.view(1, 2, 32, 128) * 1 for _ in range(3)), **options)
 

@@ -4,11 +4,11 @@ bytes and lifetimes."""
 import asyncio
 import contextlib
 import gc
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import in_threads
 from small_models import (
     RAW,
     SMALL,
@@ -252,9 +252,7 @@ def test_where_hooks_are_disabled_torch_says_so():
 def test_threads_have_their_own_hooks():
     x = activation(64, 64)
     with compress_saved(SMALL):
-        thread = threading.Thread(target=x.relu)
-        thread.start()
-        thread.join()
+        in_threads(x.relu)
         assert gradckpt.stats()["encoded"] == 0
         x.relu()
     assert gradckpt.stats()["encoded"] == 1

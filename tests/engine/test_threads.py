@@ -553,23 +553,9 @@ def work(block, hooks, seed, steps, log):
 
 def train(steps):
     torch.manual_seed(0)
-    block, errors, log = Block(), [], []
+    block, log = Block(), []
     hooks = [Hooks(block.up.weight), Hooks(block.scale)]
-
-    def guarded(seed):
-        try:
-            work(block, hooks, seed, steps, log)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(seed,), daemon=True) for seed in range(THREADS)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60 + (0 if isinstance(steps, int) else steps - time.monotonic()))
-    assert not any(t.is_alive() for t in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
+    in_threads(*(functools.partial(work, block, hooks, seed, steps, log) for seed in range(THREADS)))
     together = [p.grad for p in block.parameters()]
     # The same steps, one after the other, without us.
     block.zero_grad()

@@ -101,6 +101,20 @@ def test_inference_tensor_as_an_argument(run):
         run.checkpoint(run.watched(lambda t, c: t.sin() + c), x, c)
 
 
+@behaviour
+def test_inference_tensors_as_a_keyword_and_inside(run):
+    with torch.inference_mode():
+        c = torch.randn(4)
+
+    def fn(t, *, c):
+        with torch.inference_mode():
+            s = t.detach().sum()
+        run.log(s.is_inference())
+        return (t * float(s)).sin() + c
+
+    return run.gradients(run.watched(fn), leaf(4), c=c)
+
+
 # ---- torch.fx ----
 
 

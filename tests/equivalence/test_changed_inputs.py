@@ -59,6 +59,17 @@ def test_what_torch_does_not_notice_raises(change, kind):
 
 
 @behaviour
+def test_changed_input_under_anomaly_mode(run):
+    x = leaf(4)
+    h = x * 2
+    with torch.autograd.detect_anomaly():
+        y = run.checkpoint(run.watched(lambda t: t.sin().exp()), h)
+        h.add_(1)
+        with run.error(RuntimeError, "modified by an inplace operation"):
+            y.sum().backward()
+
+
+@behaviour
 def test_input_changed_by_the_function_itself(run):
     x = leaf(4)
     h = x * 2

@@ -115,6 +115,11 @@ def test_context_fn_that_returns_no_pair_of_contexts(run, made):
 
 
 @behaviour
+def test_context_fn_may_return_any_iterable_of_two(run):
+    return run.gradients(torch.sin, leaf(4), context_fn=lambda: iter([Noted(run, "f"), Noted(run, "r")]))
+
+
+@behaviour
 def test_context_fn_that_raises(run):
     def context_fn():
         raise LookupError("no contexts today")

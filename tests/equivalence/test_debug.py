@@ -16,7 +16,7 @@ import weakref
 import pytest
 import torch
 from _pytest.logging import LogCaptureHandler
-from behaviours import behaviour, leaf
+from behaviours import behaviour, leaf, raises_in
 from torch.utils.checkpoint import CheckpointError, set_checkpoint_debug_enabled
 
 import gradckpt
@@ -93,6 +93,13 @@ def test_debug_serves_one_backward(run):
     with run.error(AttributeError):
         y.sum().backward()
     return x.grad
+
+
+@behaviour
+def test_other_exceptions_pass_by_the_log(run):
+    y = run.checkpoint(raises_in(2, LookupError, "mine"), leaf(4), debug=True)
+    with run.error(LookupError, "mine"):
+        y.sum().backward()
 
 
 @behaviour

@@ -87,6 +87,23 @@ def test_stop_exception_thrown_too_early_in_the_recompute(run):
         y.sum().backward()
 
 
+@behaviour
+def test_failed_forward_leaves_a_graph_that_can_be_used(run):
+    kept = []
+
+    def fn(t):
+        kept.append(t.sin().cos())
+        if len(kept) == 1:
+            raise LookupError
+        return kept[-1]
+
+    x = leaf(4)
+    with run.error(LookupError):
+        run.checkpoint(run.watched(fn), x)
+    kept[0].sum().backward()
+    return x.grad
+
+
 # ---- recomputes that differ ----
 
 DIFFERENT = {

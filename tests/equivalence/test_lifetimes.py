@@ -233,6 +233,13 @@ def test_reading_by_hand_keeps_nothing(ours):
 
 
 @behaviour
+def test_saved_tensor_read_with_grad_off(run):
+    y = run.checkpoint(run.watched(lambda t: t.exp().sin()), leaf(4))
+    with torch.no_grad():
+        run.log(y.grad_fn._saved_self)
+
+
+@behaviour
 def test_saved_tensor_read_inside_the_region(run):
     def fn(t):
         y = t.exp().sin()

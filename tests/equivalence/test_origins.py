@@ -102,6 +102,15 @@ def test_another_tensor_of_the_same_shape_raises_and_both_are_named(name, compre
     assert gradckpt.stats()["differing_saves"] > before
 
 
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_the_same_raises_where_torchs_names_are_used(name):
+    forward, recompute, n, _ = DIFFERENT[name]
+    leaves, args = inputs(n)
+    y = gradckpt.compat.checkpoint(TwoRuns(forward, recompute), *args, use_reentrant=False)
+    with pytest.raises(CheckpointError):
+        y.sum().backward(inputs=leaves)
+
+
 @pytest.mark.parametrize("compress", [None, "lossless"])
 def test_arguments_in_a_tuple_are_known_too(compress):
     leaves, args = inputs(2)
