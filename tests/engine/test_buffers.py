@@ -9,17 +9,14 @@ import weakref
 import pytest
 import small_models
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from _pytest.logging import LogCaptureHandler
+from behaviours import Operators
 from small_models import FORMS, OPAQUE, RAW_NORMS, Norms, both, different, plainly, step
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradckpt
 import gradckpt.compat
 from gradckpt._engine import buffers
-
-theirs = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
 
 _clean = small_models.nothing_left_behind
 
@@ -140,39 +137,6 @@ def test_a_backward_inside_the_region_puts_back_at_each_level():
     assert ours["flat.0.num_batches_tracked"] == 2
 
 
-@pytest.mark.parametrize("layers", ["norm", "norm, linear", "linear, norm"])
-def test_early_stop_in_a_norm_puts_back(layers):
-    kinds = {"norm": lambda: nn.BatchNorm1d(6), "linear": lambda: nn.Linear(6, 6)}
-    net = nn.Sequential(*(kinds[layer]() for layer in layers.split(", ")))
-    plain, ours = both(lambda net: net, gradckpt.checkpoint, net)
-    assert different(plain, ours) == []
-
-
-@pytest.mark.parametrize("form", ["method", "lambda"])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_exception_in_the_recompute_puts_back(error, form):
-    class Raising(Norms):
-        calls = 0
-
-        def method(self, x):
-            y = self(x)
-            self.calls += 1
-            if self.calls == 2:
-                raise error("second")
-            return y
-
-    net = Raising()
-    x = torch.randn(4, 6, requires_grad=True)
-    if form == "method":
-        y = gradckpt.checkpoint(net.method, x, early_stop=False)
-    else:
-        y = gradckpt.checkpoint(lambda t: net.method(t), x, early_stop=False, buffers=net)
-    after = {name: b.clone() for name, b in net.named_buffers()}
-    with pytest.raises(error, match="second"):
-        y.sum().backward()
-    assert different(after, dict(net.named_buffers())) == []
-
-
 def test_eval_and_training_may_alternate():
     """Nothing to do in eval mode is no lasting fact about a module."""
     net = Norms().eval()
@@ -194,23 +158,6 @@ def test_instance_norm_whose_flag_was_switched_off_still_writes():
 # ---- torch ----
 
 
-@pytest.mark.parametrize("form", ["module", "method", "partial"])
-@pytest.mark.parametrize(
-    "call",
-    [
-        functools.partial(gradckpt.checkpoint, buffers="torch"),
-        functools.partial(gradckpt.compat.checkpoint, use_reentrant=False),
-    ],
-    ids=["buffers='torch'", "compat"],
-)
-def test_updates_twice_as_torch(call, form):
-    torch_net, net = Norms(), Norms()
-    net.load_state_dict(torch_net.state_dict())
-    expected = step(torch_net, FORMS[form](torch_net), theirs)
-    assert expected["flat.0.num_batches_tracked"] == 2
-    assert different(expected, step(net, FORMS[form](net), call)) == []
-
-
 def test_what_means_nothing_is_refused():
     with pytest.raises(ValueError, match="must be 'once', 'torch' or a module, not 'never'"):
         gradckpt.checkpoint(nn.BatchNorm1d(6), torch.randn(4, 6), buffers="never")
@@ -219,16 +166,6 @@ def test_what_means_nothing_is_refused():
 
 
 # ---- modes of the recompute ----
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_modes_of_the_recompute_do_not_see_the_copies():
@@ -289,16 +226,6 @@ def test_rule_keeps_what_it_names():
     assert count(Counter()) == [2, 2, 2, 2, 2]
 
 
-def test_rule_given_after_a_first_step_holds():
-    module = Counter()
-    assert count(module) == [2] * 5
-    handle = buffers.register(Counter, ALL)
-    assert count(module) == [3] * 5
-    handle.remove()
-    handle.remove()
-    assert count(module) == [5] * 5
-
-
 def test_rule_may_be_a_function_of_the_module():
     with buffers.register(Counter, lambda module: ALL if module.training else ()):
         assert count(Counter()) == [1] * 5
@@ -335,15 +262,6 @@ def test_rule_with_a_wrong_name_says_which():
 def test_wrong_rules_are_refused(arguments, text):
     with pytest.raises(TypeError, match=text):
         buffers.register(*arguments)
-
-
-def test_spectral_norm_by_rule():
-    """The example of the documentation: one power iteration a step."""
-    net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)))
-    kind = nn.utils.parametrizations._SpectralNorm
-    with buffers.register(kind, ("_u", "_v")):
-        plain, ours = both(lambda net: net, gradckpt.checkpoint, net)
-    assert [name for name in different(plain, ours) if name.endswith(("_u", "_v"))] == []
 
 
 # ---- objects ----

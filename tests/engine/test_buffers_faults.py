@@ -2,26 +2,19 @@
 
 import copy
 import functools
-import sys
+import itertools
 import threading
 
 import pytest
 import small_models
 import torch
-from processes import forget_handled_exception, in_threads
+from processes import in_threads
 from small_models import Norms, different, plainly, step
+from test_interrupts import At, _lock_of_its_own  # noqa: F401 (a fixture of every test here)
 from torch import nn
 
 import gradckpt
 from gradckpt._engine import buffers
-
-
-@pytest.fixture(autouse=True)
-def _lock_of_its_own(monkeypatch):
-    """A trace function, unlike a signal, can raise between the end
-    of a with statement and the release of its lock."""
-    monkeypatch.setattr(buffers, "_lock", threading.RLock())
-
 
 _clean = small_models.nothing_left_behind
 
@@ -89,24 +82,14 @@ def test_a_lost_guard_closes_itself():
     assert net.num_batches_tracked == 0
 
 
-class Stateful(nn.Module):
-    """With a rule only where a test gives one."""
-
-
 def test_an_interrupt_while_saving_leaves_nothing():
-    net = nn.Sequential(nn.BatchNorm1d(6), Stateful())
-
-    def names(module):
+    def interrupt(module):
         raise KeyboardInterrupt
 
-    with buffers.register(Stateful, names), pytest.raises(KeyboardInterrupt) as caught:
-        buffers.enter(list(net))
+    with buffers.register(nn.Linear, interrupt), pytest.raises(KeyboardInterrupt) as caught:
+        buffers.enter([nn.BatchNorm1d(6), nn.Linear(6, 6)])
     assert not buffers._entered  # also while the traceback keeps the guard
     del caught
-    guard = buffers.enter([net[0]])
-    net[0](torch.randn(4, 6))
-    guard.close()
-    assert net[0].num_batches_tracked == 0
 
 
 class Resizing(nn.Module):
@@ -164,43 +147,19 @@ REGIONS = {
 }
 
 
-def interrupt_at(n):
-    """A trace function that raises at the n-th line run in buffers.py;
-    `left` says whether it came to that."""
-
-    def trace(frame, event, arg):
-        if frame.f_code.co_filename != buffers.__file__:
-            return None
-        trace.left -= 1
-        if trace.left == 0:
-            raise KeyboardInterrupt
-        return trace
-
-    trace.left = n
-    return trace
-
-
 @pytest.mark.parametrize("form", REGIONS)
 def test_interrupt_at_each_line_leaves_nothing(form):
     """Statistics are those after the forward, and nothing is kept."""
     net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6))
     function = REGIONS[form](net)
-    hits = 0
-    left = 0
-    while left <= 0:
+    for hits in itertools.count():
         y = gradckpt.checkpoint(function, torch.randn(16, 6, requires_grad=True), buffers=net).sum()
         after = {name: b.clone() for name, b in net.named_buffers()}
-        trace, previous = interrupt_at(hits + 1), sys.gettrace()
-        sys.settrace(trace)
-        try:
-            y.backward()
-        except KeyboardInterrupt:
-            hits += 1
-        finally:
-            sys.settrace(previous)
-        forget_handled_exception()
-        left = trace.left
+        at = At(hits + 1, buffers.__file__)
+        at.during(y.backward)
         del y
         assert different(after, dict(net.named_buffers())) == [], hits
         assert not buffers._entered, hits
+        if at.fired is None:
+            break
     assert hits > 50

@@ -11,10 +11,7 @@ from collections import UserDict, namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
 
 import gradckpt
 from gradckpt import CompressionConfig
@@ -328,51 +325,3 @@ def test_says_once_what_it_does(caplog):
 
 
 # ---- disorder ----
-
-tensors = st.builds(lambda n, kind: (n, kind), st.integers(0, 300), st.sampled_from(["act", "leaf", "none", "f64"]))
-trees = st.recursive(
-    tensors | st.none() | st.integers() | st.text(max_size=2),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
-        | st.builds(Pair, inner, inner)
-        | st.tuples(inner, inner, inner)
-    ),
-    max_leaves=8,
-)
-
-
-@pytest.mark.filterwarnings("ignore::gradckpt.GradckptInactiveWarning")
-@settings(max_examples=60, deadline=None)
-@given(st.lists(trees, max_size=3), st.dictionaries(st.sampled_from("pqr"), trees, max_size=2), st.booleans())
-def test_any_tree_of_arguments(args, kwargs, fake_quantize):
-    leaves = []
-
-    def is_leaf(t):
-        return isinstance(t, tuple) and len(t) == 2 and not isinstance(t, Pair) and isinstance(t[1], str)
-
-    def make(t):
-        if not is_leaf(t):
-            return t
-        x = torch.randn(t[0], dtype=torch.float64 if t[1] == "f64" else torch.float32, requires_grad=t[1] != "none")
-        leaves.append(x)
-        return x * 1 if t[1] in ("act", "f64") else x
-
-    args, kwargs = tree_map(make, (args, kwargs), is_leaf=is_leaf)
-
-    def fn(*a, **k):
-        return sum(
-            (t.sin().sum().double() for t in tree_leaves((a, k)) if isinstance(t, torch.Tensor)), torch.zeros(())
-        )
-
-    y, plain = (
-        checkpoint(fn, *args, **kwargs, compress={"codec": "raw", "fake_quantize": fake_quantize, "min_numel": 2}),
-        fn(*args, **kwargs),
-    )
-    assert torch.equal(y, plain)
-    if y.requires_grad:
-        wanted = [x for x in leaves if x.requires_grad]
-        for a, b in zip(
-            torch.autograd.grad(y, wanted, retain_graph=True), torch.autograd.grad(plain, wanted), strict=True
-        ):
-            assert torch.equal(a, b)

@@ -102,10 +102,6 @@ def test_method_is_a_region_of_its_object():
     assert layer.forward.__self__ is layer
 
 
-def test_keywords_of_the_function_reach_it():
-    assert torch.equal(region(torch.ones(3), scale=3.0), torch.ones(3).sin().exp() * 3)
-
-
 def test_keywords_given_once_are_not_given_again():
     with pytest.raises(TypeError, match="early_stop"):
         region(torch.ones(3), early_stop=True)

@@ -11,8 +11,8 @@ from typing import ClassVar
 import pole_functions as poles
 import pytest
 import torch
+from behaviours import Operators
 from processes import in_threads
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradckpt
 from gradckpt import _C, CompressionConfig
@@ -98,18 +98,6 @@ def test_what_is_harmless_is_not_named(name):
         assert named(lambda codec=codec: gradient(HARMLESS[name], codec))[0] == []
 
 
-def test_models_of_a_usual_kind_are_not_named():
-    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, norm_first=True)
-    x = torch.randn(4, 32, 64)
-
-    def step(codec):
-        h = torch.nn.Parameter(x) * 1.0
-        gradckpt.checkpoint(layer, h, compress=codec).square().mean().backward()
-
-    for codec in CODECS:
-        assert named(lambda codec=codec: step(codec))[0] == []
-
-
 # ---- the text ----
 
 
@@ -185,11 +173,6 @@ def test_methods_of_one_object_are_kinds_of_their_own():
     assert len(named(step, steps=2)[0]) == 1
 
 
-def test_none_is_advised_where_bf16_is_no_better():
-    (text,), _ = named(lambda: gradient(poles.NEAR_POLES["logit with eps"], "int8"))
-    assert "pass compress=None there" in text
-
-
 def test_none_is_advised_for_dtypes_that_bf16_does_not_take():
     x = poles.softmax(values()).detach().bfloat16().requires_grad_()
     (text,), _ = named(lambda: gradckpt.checkpoint(torch.log, x * 1, compress="int8").sum().backward())
@@ -248,16 +231,6 @@ def test_a_backward_inside_a_forward_is_not_the_one_that_is_judged():
         gradckpt.checkpoint(outer, values() * 1.0).sum().backward()
 
     assert len(named(step, steps=2)[0]) == 1
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_modes_see_no_samples():
@@ -393,15 +366,6 @@ def test_gradient_error_names_it_in_any_case():
     assert len(named(lambda: net(**batch).backward(), steps=2)[0]) == 1  # it took nothing away
     gradckpt.gradient_error(net, batch, ["int8"], modules=[Block])
     assert named(lambda: net(**batch).backward())[0] == []  # and forgot nothing
-
-
-def test_a_report_looks_anew_and_forgets_nothing():
-    case = poles.NEAR_POLES["log of softmax"]
-    assert len(named(lambda: gradient(case, "int8"))[0]) == 1
-    with ill_conditioned.reported() as texts:
-        assert named(lambda: gradient(case, "int8"))[0] == []
-    assert len(texts) == 1
-    assert named(lambda: gradient(case, "int8"))[0] == []
 
 
 def test_the_tables_of_poles_are_alike():

@@ -3,11 +3,9 @@ saves the same operands: with a codec without loss every bit of what a region co
 ``compress=None``."""
 
 import copy
-import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import gradckpt
 from gradckpt import _C, CompressionConfig
@@ -139,57 +137,6 @@ def test_an_expanded_scalar_is_small():
 def test_what_a_user_decodes_has_no_holes(codec):
     decoded = gradckpt.codecs.encode(torch.randn(64, 4096)[:, 5], codec).decode()
     assert decoded.untyped_storage().nbytes() == 64 * 4
-
-
-REGIONS = {
-    "conv2d": lambda h: F.conv2d(
-        h, torch.linspace(-1, 1, 4 * h.shape[1] * 9).view(4, h.shape[1], 3, 3).to(h), padding=1
-    ),
-    "matmul": lambda h: (h @ torch.linspace(-1, 1, h.shape[-1] * 40).view(h.shape[-1], 40).to(h)).tanh(),
-    "sums": lambda h: (h * h.sum(-1, keepdim=True)).tanh() * h.sum((0, 1)) * h.square().mean(),
-    "softmax": lambda h: h.softmax(1) * h.softmax(-1),
-    "layer norm": lambda h: F.layer_norm(h, h.shape[-1:]) * h,
-    "batch norm": lambda h: F.batch_norm(h, None, None, training=True).sin(),
-    "group norm": lambda h: F.group_norm(h, 1).sin(),
-    "pool": lambda h: F.avg_pool2d(h.sin(), 2) * F.max_pool2d(h, 2) if min(h.shape[2:]) > 1 else h.exp(),
-    "attention": lambda h: F.scaled_dot_product_attention(h, h, h),
-    "upsampling": lambda h: F.interpolate(h, scale_factor=2, mode="bilinear").sin(),
-    "in place": lambda h: h.sin().mul_(h).add_(h.exp()),
-}
-
-
-#: The dtype decides the codec; every other entry point and pair: test_layout_sweep.py.
-EXACT_BY_DTYPE = {torch.float32: "lossless", torch.bfloat16: "raw"}
-
-
-@pytest.mark.parametrize("dtype", EXACT_BY_DTYPE, ids=str)
-@pytest.mark.parametrize("name", REGIONS)
-def test_gradients_are_bit_equal(name, dtype):
-    """Of quantized regions in regions, and of saved tensors."""
-    config = CompressionConfig(EXACT_BY_DTYPE[dtype], min_numel=0)
-
-    def gradient(layout, checkpoint):
-        x, h = given(layout, dtype)
-        y = checkpoint(REGIONS[name], h)
-        weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype)
-        return torch.autograd.grad((y * weight).float().sum(), x)[0]
-
-    def nested(config, f, h):
-        inner = functools.partial(gradckpt.checkpoint, f, compress=config)
-        return gradckpt.checkpoint(lambda t: inner(t) * inner(t.sin()), h, compress=config)
-
-    def saved(f, h):
-        with gradckpt.compress_saved(config):
-            return f(h)
-
-    fake = CompressionConfig(EXACT_BY_DTYPE[dtype], min_numel=0, fake_quantize=True)
-    quantized = functools.partial(nested, fake)
-    for layout in LAYOUTS:
-        if layout in ("empty", "ones") and name in ("batch norm", "group norm", "upsampling", "conv2d"):
-            continue
-        want = gradient(layout, functools.partial(nested, None))
-        assert torch.equal(gradient(layout, quantized), want), layout
-        assert torch.equal(gradient(layout, saved), gradient(layout, lambda f, h: f(h))), layout
 
 
 #: Slices that are no views for autograd, of which views are saved.

@@ -5,7 +5,6 @@ writes the words (test_late_overflow.py)."""
 
 import gc
 import itertools
-import weakref
 
 import pytest
 import torch
@@ -130,31 +129,6 @@ def test_more_numbers_than_are_remembered(late, n):
     for other in itertools.islice(NUMBERS, 64):
         step(other, [0.95])
     assert step(n, [0.95])[0] == 2 * n - 1
-
-
-def test_original_lives_until_it_is_known_that_it_fits(late, n):
-    step(n, [0.9])
-    x = with_zeros(0.9, n)
-    original, y = weakref.ref(x), run(x)
-    del x
-    assert original() is not None
-    _C.settle_overflow()
-    gradckpt.stats()
-    assert original() is None
-    del y
-
-
-def test_original_that_does_not_fit_stays(late, n):
-    step(n, [0.9])
-    x = with_zeros(0.2, n)
-    original, leaf = weakref.ref(x), x.grad_fn.next_functions[0][0].variable
-    want = torch.autograd.grad((x * x).float().sum(), leaf, retain_graph=True)[0]
-    y = run(x)
-    del x
-    _C.settle_overflow()
-    assert gradckpt.stats()["uncompressed"] == {DENSE: 1}
-    assert original() is not None
-    assert torch.equal(torch.autograd.grad(y.float().sum(), leaf)[0], want)
 
 
 def test_lossless_is_as_large_as_ever_on_a_device(late, n):

@@ -18,7 +18,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from checkout import HELPERS, ROOT
 from processes import alone
 from test_processes import grad_of, leaf
-from test_threads import BOTH, CHECKPOINTS, _nothing_left_behind  # noqa: F401
+from test_threads import _nothing_left_behind  # noqa: F401
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 

@@ -2,6 +2,7 @@
 boundaries and several tensors."""
 
 import copy
+import functools
 import inspect
 import pickle
 import warnings
@@ -70,41 +71,46 @@ def test_compat_is_torch(n, segments, use_reentrant):
     assert_same(*runs)
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {},
-        {"use_reentrant": False, "preserve_rng_state": False},
-        {"use_reentrant": False, "compress": "int8"},
-        {"use_reentrant": False, "early_stop": True, "debug": False},
-        {"buffers": "once", "segments": 2},
-    ],
-    ids=str,
-)
-def test_compat_takes_torchs_keywords_only(keywords):
-    runs = [train(chain(4), lambda net, x, call=call: call(net, 2, x, **keywords)) for call in BOTH.values()]
-    assert_same(*runs)
+def repeated(call, net, x):
+    return call(nn.Sequential(net[0], net[1], net[0]), 2, x, False)
 
 
-@pytest.mark.parametrize(
-    "arguments", [(), (1,), (1, 2), (None, 2, 3), ([], 1, 3), ([], 2, 3), (iter([]), 1, 3)], ids=range(7)
-)
-def test_compat_errors_are_torchs(arguments):
-    assert_same(*(train(chain(1), lambda net, x, call=call: call(*arguments)) for call in BOTH.values()))
+def with_keywords(**keywords):
+    return lambda call, net, x: call(net, 2, x, **keywords)
 
 
-@pytest.mark.parametrize("container", [list, tuple, nn.ModuleList], ids=["list", "tuple", "ModuleList"])
-def test_compat_takes_what_torch_takes(container):
-    runs = [train(chain(4), lambda fs, x, call=call: call(fs, 2, x, False), container) for call in BOTH.values()]
-    assert_same(*runs)
+def in_container(container):
+    return lambda call, net, x: call(container(net), 2, x, False)
 
 
-def test_compat_calls_a_repeated_module_as_often_as_torch():
-    def run(call):
-        net = chain(2)
-        return train(net, lambda net, x: call(nn.Sequential(net[0], net[1], net[0]), 2, x, False))
+def with_arguments(*arguments):
+    return lambda call, net, x: call(*arguments)
 
-    assert_same(run(BOTH["torch"]), run(BOTH["compat"]))
+
+#: What else torch's function is called with, and how it says no.
+CALLS = {
+    "no keywords": with_keywords(),
+    "rng state not kept": with_keywords(use_reentrant=False, preserve_rng_state=False),
+    "compress": with_keywords(use_reentrant=False, compress="int8"),
+    "early_stop, debug": with_keywords(use_reentrant=False, early_stop=True, debug=False),
+    "buffers, segments twice": with_keywords(buffers="once", segments=2),
+    "list": in_container(list),
+    "tuple": in_container(tuple),
+    "ModuleList": in_container(nn.ModuleList),
+    "a repeated module": repeated,
+    "nothing": with_arguments(),
+    "one argument": with_arguments(1),
+    "two arguments": with_arguments(1, 2),
+    "None for functions": with_arguments(None, 2, 3),
+    "no functions": with_arguments([], 1, 3),
+    "no functions, two segments": with_arguments([], 2, 3),
+    "an iterator": with_arguments(iter([]), 1, 3),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compat_takes_and_refuses_what_torch_does(name):
+    assert_same(*(train(chain(4), functools.partial(CALLS[name], call)) for call in BOTH.values()))
 
 
 def test_compat_has_torchs_signature_and_name():

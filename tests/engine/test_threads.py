@@ -25,9 +25,6 @@ import gradckpt
 from gradckpt._engine.callbacks import TABLE
 
 theirs = functools.partial(torchs_checkpoint, use_reentrant=False)
-CHECKPOINTS = {"torch": theirs, "gradckpt": gradckpt.checkpoint}
-BOTH = pytest.mark.parametrize("ck", CHECKPOINTS.values(), ids=CHECKPOINTS)
-COMPRESS = pytest.mark.parametrize("compress", [None, "raw"])
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +181,7 @@ def test_two_threads_of_one_backward_recompute_once():
     alone(two_threads)
 
 
-@BOTH
+@pytest.mark.parametrize("ck", [theirs, gradckpt.checkpoint], ids=["torch", "gradckpt"])
 def test_saved_tensors_read_by_a_helper_thread_of_backward(ck):
     """A graph task is known to its own threads only: elsewhere each access is one from outside."""
     runs, read = [], []
@@ -207,29 +204,38 @@ def test_saved_tensors_read_by_a_helper_thread_of_backward(ck):
     torch.testing.assert_close(x.grad, grad_of(lambda t: t.sin().exp().cos(), x))
 
 
-def test_two_threads_in_one_group_recompute_once():
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_threads_in_one_group_recompute_once(fails):
+    """The second one waits; it tries itself when the recompute of the first raises."""
     runs, entered, group = [], threading.Event(), GraphExecGroup()
-    x = leaf(64)
+    x, grads = leaf(64), [None, None]
 
     def region(t):
-        runs.append(threading.get_ident())
-        if len(runs) > 1:
+        runs.append(1)
+        if len(runs) == 2:
             entered.set()
             time.sleep(0.05)
+            if fails:
+                raise ZeroDivisionError
         return t.sin().exp(), t.cos().exp()
 
     outputs = gradckpt.checkpoint(region, x, early_stop=False)
-    grads = [None, None]
 
     def backward(i):
-        if i == 1:
-            assert entered.wait(WAIT)
         with group:
             grads[i] = grad_of(lambda _: outputs[i], x)
 
-    in_threads(functools.partial(backward, 0), functools.partial(backward, 1))
-    assert len(runs) == 2
-    assert torch.equal(grads[0], grad_of(lambda t: t.sin().exp(), x))
+    def first():
+        with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+            backward(0)
+
+    def second():
+        assert entered.wait(WAIT)
+        backward(1)
+
+    in_threads(first, second)
+    assert len(runs) == 2 + fails
+    assert fails or torch.equal(grads[0], grad_of(lambda t: t.sin().exp(), x))
     assert torch.equal(grads[1], grad_of(lambda t: t.cos().exp(), x))
 
 
@@ -245,34 +251,6 @@ def test_first_warning_about_compression_does_not_let_a_second_thread_in():
     with instead(note_step=lambda eligible: (time.sleep(0.05), note(eligible))):
         in_threads(functools.partial(backward, 0), functools.partial(backward, 1))
     assert len(runs) == 2
-
-
-def test_thread_that_waits_tries_itself_when_the_recompute_of_the_group_raises():
-    runs, entered, group = [], threading.Event(), GraphExecGroup()
-    x, grads = leaf(64), []
-
-    def region(t):
-        runs.append(1)
-        if len(runs) == 2:
-            entered.set()
-            time.sleep(0.05)
-            raise ZeroDivisionError
-        return t.sin().exp(), t.cos().exp()
-
-    outputs = gradckpt.checkpoint(region, x)
-
-    def first():
-        with group, pytest.raises(ZeroDivisionError):
-            grad_of(lambda _: outputs[0], x)
-
-    def second():
-        assert entered.wait(WAIT)
-        with group:
-            grads.append(grad_of(lambda _: outputs[1], x))
-
-    in_threads(first, second)
-    assert len(runs) == 3
-    assert torch.equal(grads[0], grad_of(lambda t: t.cos().exp(), x))
 
 
 LOCKS = """
@@ -320,7 +298,7 @@ def test_a_thread_that_cannot_wait_says_so():
 # ---- several backwards over one region ----
 
 
-@COMPRESS
+@pytest.mark.parametrize("compress", [None, "raw"])
 def test_two_backwards_inside_one_region_at_once(compress):
     """Both are held inside the recompute until the other is there, too,
     after each of its saved tensors again."""
@@ -575,23 +553,9 @@ def work(block, hooks, seed, steps, log):
 
 def train(steps):
     torch.manual_seed(0)
-    block, errors, log = Block(), [], []
+    block, log = Block(), []
     hooks = [Hooks(block.up.weight), Hooks(block.scale)]
-
-    def guarded(seed):
-        try:
-            work(block, hooks, seed, steps, log)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(seed,), daemon=True) for seed in range(THREADS)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60 + (0 if isinstance(steps, int) else steps - time.monotonic()))
-    assert not any(t.is_alive() for t in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
+    in_threads(*(functools.partial(work, block, hooks, seed, steps, log) for seed in range(THREADS)))
     together = [p.grad for p in block.parameters()]
     # The same steps, one after the other, without us.
     block.zero_grad()

@@ -1,16 +1,11 @@
 """What goes into a region and what comes out of it: torch's function and ours, side by side."""
 
-import functools
-from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from behaviours import behaviour, leaf
-
-Pair = namedtuple("Pair", "a b")
-
 
 # ---- arguments ----
 
@@ -65,117 +60,67 @@ def test_identity_and_metadata_of_an_argument(run, kind):
     return y
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+#: What is passed in odd ways: function of (run, x, w).
+PASSED = {
+    "a dropout": lambda run, x, w: run.checkpoint(run.watched(lambda t, v: F.dropout(F.gelu(t @ v), 0.3) @ v), x, w),
+    "keywords": lambda run, x, w: run.checkpoint(run.watched(lambda t, *, w, k: (t @ w).sin() * k), x, w=w, k=3),
+    "a tensor in keywords only": lambda run, x, w: run.checkpoint(run.watched(lambda *, t: t.sin().exp()), t=x * 1),
+    "the function by keyword": lambda run, x, w: run.bare(
+        function=run.watched(lambda t: t.sin().exp()), t=x, use_reentrant=False
+    ),
+    "None, text and a function": lambda run, x, w: run.checkpoint(
+        run.watched(lambda t, n, s, f: f(t).exp() if n is None and s == "s" else t), x, None, "s", torch.sin
+    ),
+    "integers": lambda run, x, w: run.checkpoint(
+        run.watched(lambda t, i: t[i].sin().exp()), x, torch.tensor([0, 2, 2])
+    ),
+    "nothing that needs a gradient": lambda run, x, w: run.checkpoint(
+        run.watched(lambda t: (t @ w).sin().exp()), x.detach()
+    ),
+    "nothing": lambda run, x, w: run.checkpoint(run.watched(lambda: (x @ w).sin())),
+    "a sparse tensor": lambda run, x, w: run.checkpoint(
+        run.watched(lambda t, s: torch.sparse.mm(s, t.t()).sin().exp()), x, torch.eye(4).to_sparse()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASSED)
 @behaviour
-def test_dtypes(run, dtype):
-    x = leaf(4, 4, dtype=dtype)
-    y = run.checkpoint(lambda t: (t @ t).sin().exp() * t, x)
-    y.abs().sum().backward()
-    return y, x.grad
+def test_what_is_passed(run, name):
+    x, w = leaf(4, 4), leaf(4, 4)
+    y = PASSED[name](run, x, w)
+    torch.rand(5)  # so that a generator left where the recompute put it is noticed
+    for retain_graph in (True, False):
+        y.sum().backward(retain_graph=retain_graph)
+    return y, x.grad, w.grad, torch.rand(2)
 
 
 # ---- functions ----
 
 
-class Block(torch.nn.Module):
-    def __init__(self, run):
-        super().__init__()
-        self.linear, self.run = torch.nn.Linear(4, 4), run
+class Odd:
+    """A result that is no tensor, a callable, and what has a static method."""
 
-    def forward(self, t, scale=1):
-        self.run.log("forward", self.training, scale)
-        return F.gelu(self.linear(t)).sin() * scale
+    def __init__(self, t=None):
+        self.value = t if t is None else t.sin().exp()
 
-    def method(self, t):
-        return self.forward(t, scale=2)
+    def sum(self):
+        return self.value.sum()
 
+    def __call__(self, t):
+        return t.sin().exp()
 
-@pytest.mark.parametrize("kind", ["module", "bound method", "partial", "builtin", "callable", "staticmethod", "class"])
-@behaviour
-def test_kinds_of_function(run, kind):
-    class Callable:
-        def __call__(self, t):
-            return t.sin().exp()
-
-        @staticmethod
-        def static(t):
-            return t.cos().exp()
-
-    class Result:
-        def __init__(self, t):
-            self.value = t.sin().exp()
-
-        def sum(self):
-            return self.value.sum()
-
-    block = Block(run)
-    functions = {
-        "module": block,
-        "bound method": block.method,
-        "partial": functools.partial(block, scale=3),
-        "builtin": torch.sin,
-        "callable": Callable(),
-        "staticmethod": Callable.static,
-        "class": Result,
-    }
-    x = leaf(2, 4)
-    run.checkpoint(functions[kind], x).sum().backward()
-    return x.grad, [p.grad for p in block.parameters()]
-
-
-@behaviour
-def test_module_hooks_run_in_both_passes(run):
-    block, x = Block(run), leaf(2, 4)
-    block.register_forward_pre_hook(lambda m, args: run.log("before"))
-    block.register_forward_hook(lambda m, args, out: run.log("after"))
-    block.linear.register_forward_hook(lambda m, args, out: run.log("linear"))
-    block.register_full_backward_hook(lambda m, gi, go: run.log("backward", gi, go))
-    run.checkpoint(block, x).sum().backward()
-    return x.grad
-
-
-@behaviour
-def test_training_flag_at_the_recompute(run):
-    """Nothing remembers train() and eval(): the recompute sees what is set then."""
-    block, x = Block(run), leaf(2, 4)
-    y = run.checkpoint(block, x)
-    block.eval()
-    y.sum().backward()
-    return x.grad
-
-
-# ---- results ----
+    @staticmethod
+    def static(t):
+        return t.cos().exp()
 
 
 @pytest.mark.parametrize(
-    "kind", ["none", "number", "dict", "nested", "input", "view of the input", "no gradient", "mixed"]
+    "function", [torch.sin, Odd(), Odd.static, Odd], ids=["builtin", "callable", "static", "class"]
 )
 @behaviour
-def test_results_pass_unchanged(run, kind):
-    made = []
-
-    def fn(t):
-        y = t.sin().exp()
-        made.append(
-            {
-                "none": None,
-                "number": 7,
-                "dict": {"y": y, 3: "three"},
-                "nested": [Pair(y, (y.cos(), None)), {"z": [y.tanh()]}],
-                "input": t,
-                "view of the input": t[1:],
-                "no gradient": (t > 0, t.detach()),
-                "mixed": (y, y.detach(), y.argmax(), "text"),
-            }[kind]
-        )
-        return made[-1]
-
-    x = leaf(4)
-    y = run.checkpoint(run.watched(fn), x * 1)
-    run.log(y is made[0])
-    loss = sum((t.sum() for t in torch.utils._pytree.tree_leaves(y) if getattr(t, "requires_grad", False)), 0 * x.sum())
-    loss.backward()
-    return y, x.grad
+def test_kinds_of_function(run, function):
+    return run.gradients(function, leaf(2, 4))
 
 
 # ---- keywords ----

@@ -160,16 +160,6 @@ def test_mode_around_everything(run):
     return x.grad
 
 
-@saves_inputs_alone
-@behaviour
-def test_mode_around_the_forward_only(run):
-    x = leaf(4)
-    with Operators(run, "all"):
-        y = run.checkpoint(lambda t: t.sin().exp(), x)
-    y.sum().backward()
-    return x.grad
-
-
 @pytest.mark.parametrize("policy", ["list", "bool", "prefer"])
 @behaviour
 def test_selective_contexts_of_torch(run, policy):

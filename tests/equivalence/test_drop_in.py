@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from behaviours import behaviour, leaf
 
@@ -78,23 +77,6 @@ def test_checkpoint_wrapper_of_torch(run, reentrant):
     return x.grad, {name: p.grad for name, p in wrapped.named_parameters()}
 
 
-@behaviour
-def test_partial_with_all_keywords(run):
-    """What trainers make of a dict of keywords."""
-    fn = functools.partial(
-        run.bare,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=torch_checkpoint.noop_context_fn,
-        determinism_check="none",
-        debug=False,
-        early_stop=False,
-    )
-    x = leaf(4)
-    fn(run.watched(lambda t, u: t.sin().exp() + u), x, 3).sum().backward()
-    return x.grad
-
-
 # ---- differences ----
 
 
@@ -133,11 +115,3 @@ def test_difference_buffers():
     assert batches_seen(gradckpt.compat.checkpoint) == 2
     assert batches_seen(gradckpt.checkpoint, buffers="torch") == 2
     assert batches_seen(gradckpt.checkpoint) == 1
-
-
-@behaviour
-def test_gradients_do_not_depend_on_the_difference_in_buffers(run):
-    block, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()), leaf(8, 4)
-    y = run.checkpoint(run.watched(lambda t: F.dropout(block(t))), x)
-    y.sum().backward()
-    return y, x.grad, [p.grad for p in block.parameters()]

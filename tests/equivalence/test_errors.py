@@ -11,40 +11,25 @@ from torch.utils.checkpoint import CheckpointError
 # ---- bad calls ----
 
 
+#: debug and context_fn are looked at before determinism_check, that before context_fn is called.
+BAD_OPTIONS = [
+    *(({"determinism_check": bad}, ValueError, "determinism_check should be") for bad in ("hash", "", None, 0, ("a",))),
+    ({"determinism_check": ["default"]}, TypeError, ""),
+    ({"debug": True, "context_fn": list}, ValueError, "debug=True is incompatible"),
+    ({"debug": True, "context_fn": list, "determinism_check": "hash"}, ValueError, "debug=True is incompatible"),
+    ({"context_fn": list, "determinism_check": "hash"}, ValueError, "determinism_check should be"),
+]
+
+
+@pytest.mark.parametrize("grad", [True, False])
 @behaviour
-def test_determinism_check_must_be_known(run):
-    for bad in ("hash", "", None, 0, ("default",)):
-        with run.error(ValueError, "determinism_check should be one of"):
-            run.checkpoint(run.watched(torch.sin), leaf(4), determinism_check=bad)
-    with run.error(TypeError):
-        run.checkpoint(run.watched(torch.sin), leaf(4), determinism_check=["default"])
-
-
-@behaviour
-def test_debug_excludes_context_fn(run):
-    with run.error(ValueError, "debug=True is incompatible"):
-        run.checkpoint(torch.sin, leaf(4), debug=True, context_fn=lambda: run.log("called"))
-    with torch_checkpoint.set_checkpoint_debug_enabled(True), run.error(ValueError, "debug=True is incompatible"):
-        run.checkpoint(torch.sin, leaf(4), context_fn=lambda: run.log("called"))
-
-
-@behaviour
-def test_first_of_several_errors(run):
-    """debug and context_fn are looked at before determinism_check,
-    that before context_fn is called."""
-    with run.error(ValueError, "debug"):
-        run.checkpoint(torch.sin, leaf(4), debug=True, context_fn=list, determinism_check="hash")
-    with run.error(ValueError, "determinism_check"):
-        run.checkpoint(torch.sin, leaf(4), context_fn=lambda: run.log("called"), determinism_check="hash")
-
-
-@behaviour
-def test_checks_are_made_with_grad_off_too(run):
-    with torch.no_grad():
-        with run.error(ValueError):
-            run.checkpoint(torch.sin, leaf(4), determinism_check="hash")
-        with run.error(ValueError):
-            run.checkpoint(torch.sin, leaf(4), debug=True, context_fn=list)
+def test_bad_options(run, grad):
+    with torch.set_grad_enabled(grad):
+        for options, kind, text in BAD_OPTIONS:
+            with run.error(kind, text):
+                run.checkpoint(run.watched(torch.sin), leaf(4), **options)
+        with torch_checkpoint.set_checkpoint_debug_enabled(True), run.error(ValueError, "debug=True is incompatible"):
+            run.checkpoint(torch.sin, leaf(4), context_fn=list)
 
 
 @pytest.mark.parametrize("bad", [3, None, "text"])
@@ -52,16 +37,6 @@ def test_checks_are_made_with_grad_off_too(run):
 def test_function_that_is_not_callable(run, bad):
     with run.error(TypeError, "not callable"):
         run.checkpoint(bad, leaf(4))
-
-
-@behaviour
-def test_wrong_arguments_are_the_functions_own_error(run):
-    def fn(t, u):
-        return t
-
-    for args, kwargs in [((), {}), ((leaf(2),) * 3, {}), ((leaf(2),), {"v": 1}), ((leaf(2), leaf(2)), {"t": 1})]:
-        with run.error(TypeError):
-            run.checkpoint(fn, *args, **kwargs)
 
 
 # ---- exceptions of the function ----
@@ -127,17 +102,6 @@ def test_failed_forward_leaves_a_graph_that_can_be_used(run):
         run.checkpoint(run.watched(fn), x)
     kept[0].sum().backward()
     return x.grad
-
-
-@behaviour
-def test_warnings_of_the_function_come_once_per_pass(run):
-    import warnings
-
-    def fn(t):
-        warnings.warn("careful", FutureWarning, stacklevel=2)
-        return t.sin().exp()
-
-    return run.gradients(fn, leaf(4))
 
 
 # ---- recomputes that differ ----

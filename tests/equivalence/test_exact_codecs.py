@@ -14,7 +14,7 @@ import pytest
 import torch
 from exact_codecs import CODECS, CONFIGS, DIFFERENCES, WAYS, by_default
 from processes import case, printed_by
-from random_program_runs import Run, noticed
+from random_program_runs import Run, noticed, plain
 from random_programs import LENGTH, features, program_of
 from test_changed_inputs import CHANGES
 
@@ -61,11 +61,6 @@ def raised(run):
 
 def values(run):
     return [e for e in run.log if e[0] == "grads" or e[0].startswith(("register", "rng"))]
-
-
-def plain(function, *args, **options):
-    ours = ("use_reentrant", "early_stop", "preserve_rng_state", "determinism_check", "context_fn", "buffers")
-    return function(*args, **{name: value for name, value in options.items() if name not in ours})
 
 
 def outcome(program, config):

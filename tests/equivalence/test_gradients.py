@@ -15,15 +15,6 @@ def block(t, w):
 
 
 @behaviour
-def test_unused_inputs(run):
-    x, w, unused = leaf(4, 4), leaf(4, 4), leaf(4, 4)
-    y = run.checkpoint(run.watched(lambda t, w, u: block(t, w)), x, w, unused)
-    with run.error(RuntimeError, "appears to not have been used"):
-        torch.autograd.grad(y.sum(), unused, retain_graph=True)
-    return torch.autograd.grad(y.sum(), [unused, x], allow_unused=True)
-
-
-@behaviour
 def test_materialized_and_batched_grads(run):
     x, w = leaf(4, 4), leaf(4, 4)
     y = run.checkpoint(run.watched(block), x, w)
@@ -79,19 +70,6 @@ def test_gradient_hooks_inside(run):
 
 
 @behaviour
-def test_node_hooks(run):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t: t.sin().exp().cos()), x)
-    node = y.grad_fn
-    node.metadata["key"] = 1
-    node.register_prehook(lambda g: run.log("before", g))
-    node.register_hook(lambda gi, go: run.log("after", gi, go))
-    node.next_functions[0][0].register_hook(lambda gi, go: run.log("parent", gi, go))
-    y.sum().backward()
-    return x.grad, node.metadata["key"]
-
-
-@behaviour
 def test_argument_asked_to_require_grad_inside(run):
     def fn(t):
         return t.requires_grad_().sin().exp()
@@ -131,22 +109,3 @@ def test_custom_function_with_repeated_gradients(run, early_stop):
     (gg,) = torch.autograd.grad((g * h).sum(), x, retain_graph=True)
     run.log("again")
     return g, h, gg, torch.autograd.grad(g.sum(), x)
-
-
-@behaviour
-def test_function_whose_backward_is_a_checkpoint(run):
-    class Odd(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, t):
-            ctx.save_for_backward(t)
-            return t.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            (t,) = ctx.saved_tensors
-            with torch.enable_grad():
-                u = t.detach().requires_grad_()
-                y = run.checkpoint(run.watched(lambda v: v.sin().exp(), "inner"), u).sum()
-            return g * torch.autograd.grad(y, u)[0]
-
-    return run.gradients(run.watched(lambda t: Odd.apply(t.tanh()), "outer"), leaf(4))

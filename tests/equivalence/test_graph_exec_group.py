@@ -47,25 +47,6 @@ def test_refused_backward_works_after_the_group(run):
 
 
 @behaviour
-def test_groups_do_not_nest(run):
-    with GraphExecGroup():
-        with run.error(RuntimeError, "cannot be nested"), GraphExecGroup():
-            pass
-        run.log(GraphExecGroup._get_current_group() is not None)
-
-
-@behaviour
-def test_split_into_input_and_weight_gradients(run):
-    """What pipelines do: the gradients of activations first, those of the weights later."""
-    x, w = leaf(3, 3), leaf(3, 3)
-    y = run.checkpoint(run.watched(lambda t: (t * 2).sin() + w.exp().cos()), x)
-    with GraphExecGroup():
-        (gx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        (gw,) = torch.autograd.grad(y.sum(), w)
-    return gx, gw
-
-
-@behaviour
 def test_saved_tensors_read_outside_a_backward_belong_to_the_group(run):
     y = run.checkpoint(run.watched(lambda t: t.sin().exp().cos()), leaf(4))
     with GraphExecGroup():
@@ -87,19 +68,3 @@ def test_group_and_a_backward_inside_the_region(run):
 
     with GraphExecGroup(), run.error((CheckpointError, AssertionError)):
         run.checkpoint(run.watched(fn), leaf(4)).sum().backward()
-
-
-@behaviour
-def test_group_is_left_after_an_exception(run):
-    with run.error(ZeroDivisionError), GraphExecGroup():
-        run.checkpoint(lambda t: 1 / 0, leaf(4))
-    run.log(GraphExecGroup._get_current_group() is None)
-
-
-@behaviour
-def test_reentrant_regions_do_not_mind(run):
-    x = leaf(4)
-    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x, use_reentrant=True)
-    with GraphExecGroup():
-        y.sum().backward()
-    return x.grad

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from behaviours import OURS, behaviour, leaf, saves_inputs_alone
+from behaviours import OURS, behaviour, leaf
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -75,81 +75,6 @@ def test_graph_dies(run, how):
 
 
 @behaviour
-def test_nested_graph_dies(run):
-    watch = Watch(run)
-
-    def outer(t):
-        inner = watch("inner", Function(lambda t: t.sin().exp()))
-        return run.checkpoint(inner, watch("inner input", t.tanh())).cos()
-
-    x = watch("x", leaf(4) * 1)
-    y = run.checkpoint(watch("outer", Function(outer)), x)
-    watch.look("after the forward")
-    y.sum().backward()
-    watch.look("after the backward")
-    del x, y
-    watch.look("without anything")
-
-
-@behaviour
-def test_double_backward_graph_dies(run):
-    watch = Watch(run)
-    function = watch("function", Function(lambda t: t.sin().exp()))
-    x = watch("x", leaf(4) * 1)
-    y = run.checkpoint(function, x)
-    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    torch.autograd.grad(g.sum(), x)
-    del function
-    watch.look("after both")
-    del x, y, g
-    watch.look("without anything")
-
-
-@pytest.mark.parametrize("at", [1, 2], ids=["forward", "recompute"])
-@behaviour
-def test_graph_dies_when_a_run_raises(run, at):
-    watch, calls, y = Watch(run), [], None
-
-    def fn(t):
-        calls.append(1)
-        y = watch(f"inside {len(calls)}", t.sin())
-        if len(calls) == at:
-            raise LookupError
-        return y.exp()
-
-    x = watch("x", leaf(4) * 1)
-    with contextlib.suppress(LookupError):
-        y = run.checkpoint(watch("function", Function(fn)), x)
-        y.sum().backward()
-    watch.look("after the error")
-    del x, y
-    watch.look("without anything")
-
-
-@behaviour
-def test_contexts_die_with_the_graph(run):
-    watch = Watch(run)
-
-    class Context:
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *_):
-            pass
-
-    def context_fn():
-        return watch("forward", Context()), watch("recompute", Context())
-
-    x = leaf(4)
-    y = run.checkpoint(lambda t: t.sin().exp(), x, context_fn=watch("context_fn", Function(context_fn)))
-    watch.look("after the forward")
-    y.sum().backward()
-    watch.look("after the backward")
-    del y
-    watch.look("without the result")
-
-
-@behaviour
 def test_intermediates_are_not_kept(run):
     watch = Watch(run)
 
@@ -192,15 +117,6 @@ def test_inputs_are_freed_part_by_part(run):
         x.register_hook(lambda g, i=i: watch.look(f"at {i}"))
     x.sum().backward()
     watch.look("after")
-
-
-@behaviour
-def test_part_of_the_graph_freed_before_the_backward(run):
-    x = leaf(4)
-    a, b = run.checkpoint(run.watched(lambda t: (t.sin().exp(), t.cos().tanh())), x)
-    del b
-    a.sum().backward()
-    return x.grad
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -299,17 +215,6 @@ def test_raw_saved_tensors_are_opaque_but_shareable(run):
     run.log(raw.unpack_hook(raw.data))
     with run.error(RuntimeError):
         raw.register_hooks(lambda t: t, lambda t: t)
-
-
-@saves_inputs_alone
-@behaviour
-def test_saved_tensors_of_nested_regions_outside_a_backward(run):
-    def outer(t):
-        return run.checkpoint(run.watched(lambda u: u.exp().sin(), "inner"), t.tanh())
-
-    y = run.checkpoint(run.watched(outer, "outer"), leaf(4))
-    run.log(y.grad_fn._saved_self)
-    run.log(y.grad_fn.next_functions[0][0]._saved_result)
 
 
 @pytest.mark.parametrize("ours", OURS)

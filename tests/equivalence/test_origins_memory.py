@@ -19,18 +19,6 @@ def leaf(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
 
-def many_arguments(region, x):
-    flags = [None, True, 1.0, "mode"] * 5
-    return region(lambda *args: args[-1].t().sin() * args[-2].cos(), *flags, x * 2, (x * 1).t())
-
-
-def heads(region, x):
-    def attend(q):
-        return nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(4, 8, N).sin()
-
-    return region(attend, (x * 1).view(4, 8, 4, N // 4).transpose(1, 2))
-
-
 def gradient_inside(region, x):
     linear = nn.Linear(N, N)
     with torch.no_grad():
@@ -80,25 +68,7 @@ def identity_in_the_forward_alone(region, x):
     return region(function, x * 1)
 
 
-def gathered_anew(region, x):
-    weight, kept = nn.Parameter(torch.empty(0)), []
-    full = leaf(N, N, seed=3).detach()
-
-    def function(t):
-        weight.data = full.clone()
-        kept.append(weight.data)
-        part = weight.view(2, N // 2, N)[1]
-        weight.data = full.clone()
-        kept.append(torch.empty(1000 + len(kept)))
-        return (t[:, : N // 2] @ part).sin()
-
-    return region(function, x * 1)
-
-
-PROGRAMS = [
-    *(many_arguments, heads, gradient_inside, scratch_buffers_in_turn, identity_in_the_forward_alone),
-    gathered_anew,
-]
+PROGRAMS = [gradient_inside, scratch_buffers_in_turn, identity_in_the_forward_alone]
 
 
 def gradient(program, region):

@@ -4,7 +4,7 @@ refused or passed on exactly as torch does."""
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from behaviours import SAVES_INPUTS_BY_A_NODE, behaviour, freeze, leaf, saves_inputs_alone
+from behaviours import SAVES_INPUTS_BY_A_NODE, behaviour, leaf, saves_inputs_alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -64,15 +64,6 @@ def test_transform_inside_a_region(run, name):
     return x.grad
 
 
-@behaviour
-def test_functional_call(run):
-    block, x = torch.nn.Linear(4, 4), leaf(2, 4)
-    params = {k: v.detach().clone().requires_grad_() for k, v in block.named_parameters()}
-    fn = run.watched(lambda t, p: torch.func.functional_call(block, p, (t,)).sin().exp())
-    run.checkpoint(fn, x, params).sum().backward()
-    return x.grad, [p.grad for p in params.values()], [p.grad for p in block.parameters()]
-
-
 # ---- forward mode ----
 
 
@@ -111,15 +102,6 @@ class Tagged(torch.Tensor):
     """A subclass by __torch_function__ alone: results keep the class."""
 
 
-class Loud(torch.Tensor):
-    calls = []  # noqa: RUF012 - reset by each program
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        Loud.calls.append(getattr(func, "__name__", str(func)))
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 @behaviour
 def test_subclass_as_an_argument(run):
     x = torch.randn(4).as_subclass(Tagged).requires_grad_()
@@ -131,16 +113,6 @@ def test_subclass_as_an_argument(run):
     y = run.checkpoint(fn, x)
     y.sum().backward()
     return y, x.grad
-
-
-@behaviour
-def test_subclass_with_a_torch_function(run):
-    Loud.calls = []
-    x = torch.randn(4).as_subclass(Loud).requires_grad_()
-    y = run.checkpoint(run.watched(lambda t: t.sin().exp()), x)
-    y.sum().backward()
-    run.log([name for name in Loud.calls if name in ("sin", "exp", "sum", "backward")])
-    return x.grad.as_subclass(torch.Tensor)
 
 
 @behaviour
@@ -205,17 +177,3 @@ def test_jit_trace(run):
         return str(torch.jit.trace(fn, torch.randn(4), check_trace=False).graph)
 
     outcome(run, whole)
-
-
-@behaviour
-def test_sharing_and_copying_results(run):
-    import copy
-    import io
-
-    x = leaf(4)
-    y = run.checkpoint(lambda t: t.sin().exp(), x)
-    outcome(run, lambda: copy.deepcopy(y))
-    buffer = io.BytesIO()
-    torch.save(y, buffer)
-    buffer.seek(0)
-    run.log(freeze(torch.load(buffer)))

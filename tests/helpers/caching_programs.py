@@ -2,7 +2,6 @@
 
 import collections
 import contextvars
-import dataclasses
 import functools
 import random
 import tempfile
@@ -52,6 +51,18 @@ class Block(nn.Module):
         return x + self.linear(self.norm(x)) * self.scale(x)
 
 
+def keeps(first=lambda: None, *, pure=False):
+    """A program whose ``scale`` is the function; its block's ``kept`` is made anew for each."""
+
+    def prepare(self):
+        self.kept = first()
+
+    def register(scale):
+        return program(type(scale.__name__, (Block,), {"pure": pure, "prepare": prepare, "scale": scale}))
+
+    return register
+
+
 class Net(nn.Module):
     def __init__(self, block):
         super().__init__()
@@ -92,49 +103,17 @@ def loss_of(model, x):
 # ---- attributes
 
 
-@program
-class Attribute(Block):
-    pure = True
-
-    def prepare(self):
-        self.kept = None
-
-    def scale(self, x):
-        if self.kept is None:
-            self.kept = table()
-        return self.kept
+@keeps(pure=True)
+def Attribute(self, x):
+    if self.kept is None:
+        self.kept = table()
+    return self.kept
 
 
-@program
-class NewAttribute(Block):
-    pure = True
-
-    def scale(self, x):
-        if not hasattr(self, "kept"):
-            self.kept = table()
-        return self.kept
-
-
-@program
-class Tuple(Block):
-    def prepare(self):
-        self.kept = ()
-
-    def scale(self, x):
-        self.kept = self.kept[-1:] + (table() if not self.kept else self.kept[-1] * 0.99,)
-        return self.kept[-1]
-
-
-@program
-class CachedProperty(Block):
-    pure = True
-
-    @functools.cached_property
-    def kept(self):
-        return table()
-
-    def scale(self, x):
-        return self.kept
+@keeps(tuple)
+def Tuple(self, x):
+    self.kept = self.kept[-1:] + (table() if not self.kept else self.kept[-1] * 0.99,)
+    return self.kept[-1]
 
 
 @program
@@ -149,134 +128,40 @@ class ClassAttribute(Block):
         return ClassAttribute.kept
 
 
-@program
-class ParameterAttribute(Block):
-    def prepare(self):
-        self.linear.weight.kept = table()
-
-    def scale(self, x):
-        weight = self._parameters_of_linear()
-        weight.kept = getattr(weight, "kept", table()) * 0.9
-        return weight.kept
-
-    def _parameters_of_linear(self):
-        return self.linear.weight
-
-
-@program
-class Counted(Block):
-    calls = 0
-
-    def scale(self, x):
-        self.calls += 1
-        return 1 / self.calls
+@keeps()
+def ParameterAttribute(self, x):
+    weight = self.linear.weight
+    weight.kept = getattr(weight, "kept", table()) * 0.9
+    return weight.kept
 
 
 # ---- containers
 
 
-@program
-class Dict(Block):
-    pure = True
-
-    def prepare(self):
-        self.kept = {}
-
-    def scale(self, x):
-        if x.shape[1] not in self.kept:
-            self.kept[x.shape[1]] = table(x.shape[1])
-        return self.kept[x.shape[1]]
+@keeps(dict, pure=True)
+def Dict(self, x):
+    return self.kept.setdefault(x.shape[1], table(x.shape[1]))
 
 
-@program
-class NestedDict(Block):
-    pure = True
-
-    def prepare(self):
-        self.kept = {"a": {"b": {}}}
-
-    def scale(self, x):
-        return self.kept["a"]["b"].setdefault(x.shape[1], table())
+@keeps(collections.OrderedDict)
+def Ordered(self, x):
+    self.kept.setdefault("table", table())
+    self.kept["n"] = self.kept.get("n", 0) + 1
+    self.kept.move_to_end("table")
+    return self.kept["table"] / self.kept["n"]
 
 
-@program
-class Ordered(Block):
-    def prepare(self):
-        self.kept = collections.OrderedDict()
-
-    def scale(self, x):
-        self.kept.setdefault("table", table())
-        self.kept["n"] = self.kept.get("n", 0) + 1
-        self.kept.move_to_end("table")
-        return self.kept["table"] / self.kept["n"]
+@keeps(lambda: collections.deque(maxlen=3))
+def Deque(self, x):
+    self.kept.append(table() if not self.kept else self.kept[-1] * 0.9)
+    return self.kept[0]
 
 
-@program
-class Default(Block):
-    def prepare(self):
-        self.kept = collections.defaultdict(list)
-
-    def scale(self, x):
-        self.kept["a"].append(table())
-        return self.kept["a"][0] / len(self.kept["a"])
-
-
-@program
-class Counter(Block):
-    def prepare(self):
-        self.kept = collections.Counter()
-
-    def scale(self, x):
-        self.kept[x.shape[1]] += 1
-        return 1 / self.kept[x.shape[1]]
-
-
-@program
-class List(Block):
-    pure = True
-
-    def prepare(self):
-        self.kept = []
-
-    def scale(self, x):
-        if not self.kept:
-            self.kept.append(table())
-        return self.kept[0]
-
-
-@program
-class Deque(Block):
-    def prepare(self):
-        self.kept = collections.deque(maxlen=3)
-
-    def scale(self, x):
-        self.kept.append(table() if not self.kept else self.kept[-1] * 0.9)
-        return self.kept[0]
-
-
-@program
-class SetOfObjects(Block):
-    pure = True
-
-    def prepare(self):
-        self.kept = set()
-
-    def scale(self, x):
-        if not self.kept:
-            self.kept.add(Holder(table()))
-        return next(iter(self.kept)).x
-
-
-@program
-class Amax(Block):
-    """A statistic of activations."""
-
-    def prepare(self):
-        self.kept = {"amax": torch.ones(())}
-
-    def scale(self, x):
-        self.kept["amax"] = torch.maximum(self.kept["amax"] * 0.9, x.detach().abs().amax())
-        return self.kept["amax"]
+@keeps(set, pure=True)
+def SetOfObjects(self, x):
+    if not self.kept:
+        self.kept.add(Holder(table()))
+    return next(iter(self.kept)).x
 
 
 @program
@@ -297,18 +182,6 @@ class AuxiliaryLosses(Block):
         loss = loss + 0.1 * sum(self.kept)
         self.kept.clear()
         return loss
-
-
-@program
-class ClearedByTheForward(Block):
-    def prepare(self):
-        self.kept = []
-
-    def scale(self, x):
-        old = sum(float(each.detach().mean()) if each.requires_grad else 1.0 for each in self.kept[:0])
-        self.kept.clear()
-        self.kept.append(x * 2)
-        return 1.0 + old + len(self.kept)
 
 
 @program
@@ -345,71 +218,24 @@ class Slotted:
         return self.x
 
 
-@dataclasses.dataclass
-class Record:
-    tables: dict
+@keeps(Holder, pure=True)
+def Helper(self, x):
+    return self.kept.get()
 
 
-@program
-class Helper(Block):
-    pure = True
-
-    def prepare(self):
-        self.helper = Holder()
-
-    def scale(self, x):
-        return self.helper.get()
+@keeps(Slotted, pure=True)
+def HelperWithSlots(self, x):
+    return self.kept.get()
 
 
-@program
-class HelperWithSlots(Helper):
-    pure = True
-
-    def prepare(self):
-        self.helper = Slotted()
+@keeps(lambda: Holder().get, pure=True)
+def BoundMethod(self, x):
+    return self.kept()
 
 
-@program
-class BoundMethod(Block):
-    pure = True
-
-    def prepare(self):
-        self.get = Holder().get
-
-    def scale(self, x):
-        return self.get()
-
-
-@program
-class Partial(Block):
-    pure = True
-
-    def prepare(self):
-        self.get = functools.partial(default, {})
-
-    def scale(self, x):
-        return self.get()
-
-
-@program
-class Namespace(Block):
-    def prepare(self):
-        self.kept = types.SimpleNamespace(x=None)
-
-    def scale(self, x):
-        self.kept.x = table() if self.kept.x is None else self.kept.x * 0.9
-        return self.kept.x
-
-
-@program
-class DataClass(Block):
-    pure = True
-
-    def prepare(self):
-        self.kept = Record({})
-
-    def scale(self, x):
-        return self.kept.tables.setdefault(x.shape[1], table())
+@keeps(lambda: functools.partial(default, {}), pure=True)
+def Partial(self, x):
+    return self.kept()
 
 
 @program
@@ -457,20 +283,14 @@ def attribute():
     return attribute.x
 
 
-@program
-class UnboundedCache(Block):
-    pure = True
-
-    def scale(self, x):
-        return unbounded(x.shape[1])
+@keeps(pure=True)
+def UnboundedCache(self, x):
+    return unbounded(x.shape[1])
 
 
-@program
-class BoundedCache(Block):
-    pure = True
-
-    def scale(self, x):
-        return bounded(x.shape[1])
+@keeps(pure=True)
+def BoundedCache(self, x):
+    return bounded(x.shape[1])
 
 
 @program
@@ -485,28 +305,21 @@ class MethodCache(Block):
         return self.of(x.shape[1])
 
 
-@program
-class GlobalDict(Block):
-    pure = True
-
-    def scale(self, x):
-        return GLOBAL.setdefault(x.shape[1], table())
+@keeps(pure=True)
+def GlobalDict(self, x):
+    return GLOBAL.setdefault(x.shape[1], table())
 
 
-@program
-class GlobalTensor(Block):
-    def scale(self, x):
-        global TENSOR
-        TENSOR = table() if TENSOR is None else TENSOR * 0.9
-        return TENSOR
+@keeps()
+def GlobalTensor(self, x):
+    global TENSOR
+    TENSOR = table() if TENSOR is None else TENSOR * 0.9
+    return TENSOR
 
 
-@program
-class OtherModule(Block):
-    pure = True
-
-    def scale(self, x):
-        return OTHER_MODULE.cache.setdefault(x.shape[1], table())
+@keeps(pure=True)
+def OtherModule(self, x):
+    return OTHER_MODULE.cache.setdefault(x.shape[1], table())
 
 
 @program
@@ -523,48 +336,41 @@ class Closure(Block):
         return scale
 
 
-@program
-class DefaultArgument(Block):
-    pure = True
-
-    def scale(self, x):
-        return default()
+@keeps(pure=True)
+def DefaultArgument(self, x):
+    return default()
 
 
-@program
-class FunctionAttribute(Block):
-    pure = True
-
-    def scale(self, x):
-        return attribute()
+@keeps(pure=True)
+def FunctionAttribute(self, x):
+    return attribute()
 
 
-@program
-class ContextVariable(Block):
-    def scale(self, x):
-        VARIABLE.set(table() if VARIABLE.get() is None else VARIABLE.get() * 0.9)
-        return VARIABLE.get()
+@keeps()
+def ContextVariable(self, x):
+    VARIABLE.set(table() if VARIABLE.get() is None else VARIABLE.get() * 0.9)
+    return VARIABLE.get()
 
 
-@program
-class ThreadLocal(Block):
-    def scale(self, x):
-        LOCAL.x = getattr(LOCAL, "x", table()) * 0.9
-        return LOCAL.x
+@keeps()
+def ThreadLocal(self, x):
+    LOCAL.x = getattr(LOCAL, "x", table()) * 0.9
+    return LOCAL.x
 
 
-@program
-class WeakValues(Block):
-    pure = True
+@keeps(list, pure=True)
+def WeakValues(self, x):
+    if x.shape[1] not in VALUES:
+        self.kept.append(Holder(table()))
+        VALUES[x.shape[1]] = self.kept[-1]
+    return VALUES[x.shape[1]].x
 
-    def prepare(self):
-        self.holders = []
 
-    def scale(self, x):
-        if x.shape[1] not in VALUES:
-            self.holders.append(Holder(table()))
-            VALUES[x.shape[1]] = self.holders[-1]
-        return VALUES[x.shape[1]].x
+def counting():
+    n = 1.0
+    while True:
+        yield n
+        n += 1
 
 
 @program
@@ -572,13 +378,7 @@ class Generator(Block):
     """No generator can be put back."""
 
     def prepare(self):
-        def numbers():
-            n = 1.0
-            while True:
-                yield n
-                n += 1
-
-        self.numbers = numbers()
+        self.numbers = counting()
 
     def scale(self, x):
         return 1 / next(self.numbers)
@@ -599,31 +399,11 @@ class Swap(Block):
         return super().forward(x) / other.calls
 
 
-@program
-class LazyModule(Block):
-    pure = True
-
-    def forward(self, x):
-        if not hasattr(self, "late"):
-            self.late = nn.LayerNorm(WIDTH)
-        return self.late(super().forward(x))
-
-
-@program
-class NewBuffer(Block):
-    pure = True
-
-    persistent = True
-
-    def scale(self, x):
-        if not hasattr(self, "kept"):
-            self.register_buffer("kept", table(), persistent=self.persistent)
-        return self.kept
-
-
-@program
-class NewBufferNotSaved(NewBuffer):
-    persistent = False
+@keeps(pure=True)
+def NewBuffer(self, x):
+    if not hasattr(self, "late"):
+        self.register_buffer("late", table())
+    return self.late
 
 
 @program
@@ -636,55 +416,10 @@ class BufferInPlace(Block):
         return self.kept.clone()
 
 
-@program
-class TensorInPlace(Block):
-    def prepare(self):
-        self.kept = table()
-
-    def scale(self, x):
-        self.kept.mul_(0.9)
-        return self.kept.clone()
-
-
-@program
-class RunningStatistics(Block):
-    def prepare(self):
-        self.batch_norm = nn.BatchNorm1d(TOKENS, momentum=0.5)
-
-    def scale(self, x):
-        self.batch_norm(x)
-        return self.batch_norm.running_mean.abs().mean().clone() + 1
-
-
-@program
-class Rotary(Block):
-    """As remote code of transformers has it: tables as long as the longest sequence."""
-
-    pure = True
-
-    def prepare(self):
-        self.longest = 0
-
-    def scale(self, x):
-        n = x.shape[1]
-        if n > self.longest:
-            self.longest = n
-            self.register_buffer("cos", table(n).cos(), persistent=False)
-            self.register_buffer("sin", table(n).sin(), persistent=False)
-        return self.cos[:n] + self.sin[:n]
-
-
-@program
-class KeysAndValues(Block):
-    """A cache that each step appends to."""
-
-    def prepare(self):
-        self.cache = Record({"keys": []})
-
-    def scale(self, x):
-        keys = self.cache.tables["keys"]
-        keys.append(x.detach().mean(1))
-        return torch.stack(keys).mean() + 2
+@keeps(table)
+def TensorInPlace(self, x):
+    self.kept.mul_(0.9)
+    return self.kept.clone()
 
 
 class Doubled(nn.Module):
@@ -704,70 +439,31 @@ class Parametrization(Block):
             return super().forward(x) + self.linear(x)
 
 
-@program
-class Numpy(Block):
-    def prepare(self):
-        self.kept = np.ones(WIDTH, dtype=np.float32)
-
-    def scale(self, x):
-        self.kept *= 0.9
-        return torch.tensor(self.kept)
-
-
-@program
-class FromNumpy(Block):
-    def prepare(self):
-        self.kept = table().numpy()
-
-    def scale(self, x):
-        self.kept = self.kept * np.float32(0.9)
-        return torch.tensor(self.kept)
+@keeps(lambda: np.ones(WIDTH, dtype=np.float32))
+def Numpy(self, x):
+    self.kept *= 0.9
+    return torch.tensor(self.kept)
 
 
 # ---- random numbers, files
 
 
-@program
-class TorchGenerator(Block):
-    def prepare(self):
-        self.generator = torch.Generator().manual_seed(1)
-
-    def scale(self, x):
-        return torch.rand(WIDTH, generator=self.generator)
+@keeps(lambda: torch.Generator().manual_seed(1))
+def TorchGenerator(self, x):
+    return torch.rand(WIDTH, generator=self.kept)
 
 
-@program
-class PythonRandom(Block):
-    def prepare(self):
-        self.generator = random.Random(1)
-
-    def scale(self, x):
-        return self.generator.random() + random.random()
+@keeps(lambda: random.Random(1))
+def PythonRandom(self, x):
+    return self.kept.random() + random.random()
 
 
-@program
-class NumpyRandom(Block):
-    def prepare(self):
-        self.generator = np.random.default_rng(1)
-
-    def scale(self, x):
-        return self.generator.random() + np.random.random()
+@keeps(lambda: np.random.default_rng(1))
+def NumpyRandom(self, x):
+    return self.kept.random() + np.random.random()
 
 
-@program
-class Dropout(Block):
-    def prepare(self):
-        self.drop = nn.Dropout(0.5)
-
-    def scale(self, x):
-        return self.drop(table())
-
-
-@program
-class Log(Block):
-    def prepare(self):
-        self.file = tempfile.TemporaryFile("w+")  # noqa: SIM115
-
-    def scale(self, x):
-        self.file.write("a step\n")
-        return 1.0
+@keeps(lambda: tempfile.TemporaryFile("w+"))  # noqa: SIM115
+def Log(self, x):
+    self.kept.write("a step\n")
+    return 1.0

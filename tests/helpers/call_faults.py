@@ -85,7 +85,7 @@ Result = list[torch.Tensor | None]
 CASES: dict[str, Callable[[], Result]] = {}
 
 
-def case(run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def case(run: Callable[[torch.Tensor], torch.Tensor], name: str = "") -> None:
     """The gradient of what it makes of a tensor with history."""
 
     def whole() -> Result:
@@ -94,7 +94,7 @@ def case(run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         run(leaf * 1).sum().backward()
         return [leaf.grad, chaos.WEIGHT.grad, *(p.grad for p in chaos.LINEAR.parameters())]
 
-    CASES[run.__name__.replace("_", " ")] = whole
+    CASES[name or run.__name__.replace("_", " ")] = whole
 
 
 for way in chaos.WAYS:
@@ -119,11 +119,6 @@ def discrete_results_in_nested_regions(x: torch.Tensor) -> torch.Tensor:
         return y + gradckpt.checkpoint(router, t, use_reentrant=True)
 
     return gradckpt.checkpoint(lambda t: gradckpt.checkpoint(inner, t, compress=SMALL), x, compress=SMALL)
-
-
-@case
-def discrete_results_in_one_node(x: torch.Tensor) -> torch.Tensor:
-    return gradckpt.SelectiveRecompute.apply(router, None, x, compress=SMALL)
 
 
 @case
@@ -156,11 +151,6 @@ def fake_quantized(x: torch.Tensor) -> torch.Tensor:
     return gradckpt.checkpoint(
         lambda t: gradckpt.checkpoint(torch.sin, t.cos(), compress=fake_quantize), x, compress=fake_quantize
     )
-
-
-@case
-def written_in_place(x: torch.Tensor) -> torch.Tensor:
-    return gradckpt.checkpoint(lambda t, u: t.mul_(2).sin() * u, x, x.exp(), compress=SMALL)
 
 
 @case
@@ -209,20 +199,20 @@ def waits_for_long(x: torch.Tensor) -> torch.Tensor:
         return y + x.cos()
 
 
-@case
-def many_arguments(x: torch.Tensor) -> torch.Tensor:
-    """More than are encoded at once, one of them twice."""
-    return gradckpt.checkpoint(lambda *xs: sum(xs), x, x, *(x * k for k in range(17)), compress=SMALL)
-
-
-@case
-def many_dimensions(x: torch.Tensor) -> torch.Tensor:
-    return gradckpt.checkpoint(torch.sin, x.view(6, *8 * [1], 16))
-
-
-@case
-def policy_is_a_function_in_one_node(x: torch.Tensor) -> torch.Tensor:
-    return gradckpt.SelectiveRecompute.apply(torch.sin, lambda context, op, *args: True, x)
+SHORT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "discrete results in one node": lambda x: gradckpt.SelectiveRecompute.apply(router, None, x, compress=SMALL),
+    "written in place": lambda x: gradckpt.checkpoint(lambda t, u: t.mul_(2).sin() * u, x, x.exp(), compress=SMALL),
+    # More than are encoded at once, one of them twice.
+    "many arguments": lambda x: gradckpt.checkpoint(
+        lambda *xs: sum(xs), x, x, *(x * k for k in range(17)), compress=SMALL
+    ),
+    "many dimensions": lambda x: gradckpt.checkpoint(torch.sin, x.view(6, *8 * [1], 16)),
+    "policy is a function in one node": lambda x: gradckpt.SelectiveRecompute.apply(
+        torch.sin, lambda context, op, *args: True, x
+    ),
+}
+for short, run in SHORT.items():
+    case(run, short)
 
 
 def imported_anew() -> Any:

@@ -125,7 +125,7 @@ def encode(codec, bits, dtype, room=None):
     if codec == "lossless":
         return lossless_encode(bits, dtype)
     if codec == "mask":
-        return np.packbits(padded(bits, GROUP) != 0, bitorder="little"), True
+        return bitmap_of(bits != 0), True
     out, fits = narrow(bits, {"bf16": "bfloat16", "fp16": "float16"}[codec])
     return out.view(np.uint8), fits
 
@@ -159,13 +159,11 @@ def head_of(numel):
 
 def counts_of(nonzero):
     """How many are set in each block."""
-    padded = np.append(nonzero, np.zeros(-nonzero.size % BLOCK, bool))
-    return padded.reshape(-1, BLOCK).sum(axis=1).astype(np.uint64)
+    return padded(nonzero, BLOCK).reshape(-1, BLOCK).sum(axis=1).astype(np.uint64)
 
 
 def bitmap_of(nonzero):
-    padded = np.append(nonzero, np.zeros(-nonzero.size % GROUP, bool))
-    return np.packbits(padded, bitorder="little")
+    return np.packbits(padded(nonzero, GROUP), bitorder="little")
 
 
 def encode_sparse(codec, bits, dtype, room=None):

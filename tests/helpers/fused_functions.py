@@ -1,5 +1,6 @@
-"""Autograd Functions with the names, the saved tensors and the backward formulas of libraries', in
-plain torch: what compress_saved() knows of the libraries is proved on these.
+"""Autograd Functions with the names and the saved tensors of libraries', in plain torch: what
+compress_saved() knows of the libraries is proved on these. Backwards have the libraries' formulas,
+but where inputs alone are saved: there autograd differentiates the plain form again.
 
 Each :class:`Twin` also has the same block written without the Function.
 """
@@ -75,104 +76,82 @@ def gate(activation: str, a: Tensor) -> tuple[Tensor, Tensor]:
     return 0.5 * a * (1 + t), 0.5 * (1 + t) + 0.5 * a * (1 - t * t) * c * (1 + 3 * k * a * a)
 
 
-def plain_gate(activation: str, a: Tensor) -> Tensor:
-    return F.silu(a) if activation == "silu" else F.gelu(a, approximate="tanh")
+def saves_inputs(
+    package: str,
+    name: str,
+    plain: Callable[..., Tensor],
+    places: tuple[int, ...],
+    saved: int = 0,
+    *,
+    flat: bool = False,
+    overwrites: bool = False,
+) -> type[torch.autograd.Function]:
+    """A Function that saves its inputs alone, each at its place of so many, and differentiates the
+    plain form again.
 
+    ``flat``: as views with one dimension of rows. ``overwrites``: the backward writes the gradients
+    into what it has saved.
+    """
 
-def gated(package: str, name: str, activation: str, overwrites: bool) -> None:
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.shape = a.shape
-        a, b = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
-        ctx.save_for_backward(a, b)
-        return (gate(activation, a)[0] * b).view(ctx.shape)
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        kept: list[Tensor | None] = [None] * max(saved, len(places))
+        for place, x in zip(places, inputs, strict=True):
+            kept[place] = x.view(-1, x.shape[-1]) if flat else x
+        ctx.save_for_backward(*kept)
+        ctx.shapes = [x.shape for x in inputs]
+        return plain(*inputs)
 
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        assert a.is_contiguous()
-        assert b.is_contiguous()
-        g = g.reshape(a.shape)
-        value, slope = gate(activation, a)
-        da, db = g * b * slope, g * value
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        kept = [ctx.saved_tensors[place] for place in places]
+        assert not flat or all(x.is_contiguous() for x in kept)
+        with torch.enable_grad():
+            leaves = [x.detach().view(shape).requires_grad_() for x, shape in zip(kept, ctx.shapes, strict=True)]
+            grads = torch.autograd.grad(plain(*leaves), leaves, grad)
         if overwrites:
-            da, db = a.copy_(da), b.copy_(db)
-        return da.view(ctx.shape), db.view(ctx.shape)
+            grads = tuple(x.copy_(g.view(x.shape)) for x, g in zip(kept, grads, strict=True))
+        return tuple(g.view(shape) for g, shape in zip(grads, ctx.shapes, strict=True))
 
-    def block(mul: Any, x: Tensor, up: Tensor, side: Tensor, down: Tensor) -> Tensor:
-        return F.linear(mul(F.linear(x, up), F.linear(x, side)), down)
-
-    shapes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
-    cls = function(package, name, forward, backward)
-    twin(package, name, 2, cls, block, lambda a, b: plain_gate(activation, a) * b, *shapes, overwrites=overwrites)
+    return function(package, name, forward, backward)
 
 
-gated("liger_kernel", "LigerSiLUMulFunction", "silu", True)
-gated("liger_kernel", "LigerGELUMulFunction", "gelu", True)
-gated("flash_attn", "SwiGLUFunction", "silu", False)
+def swiglu(a: Tensor, b: Tensor) -> Tensor:
+    return F.silu(a) * b
 
 
-def _gate_up() -> None:
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        ctx.shape = y.shape
-        y = y.view(-1, y.shape[-1])
-        ctx.save_for_backward(y)
-        a, b = y.chunk(2, -1)
-        return (gate("silu", a)[0] * b).view(*ctx.shape[:-1], -1)
-
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        a, b = y.chunk(2, -1)
-        value, slope = gate("silu", a)
-        g = g.reshape(a.shape)
-        return torch.cat([g * b * slope, g * value], -1).view(ctx.shape)
-
-    def plain(y: Tensor) -> Tensor:
-        a, b = y.chunk(2, -1)
-        return F.silu(a) * b
-
-    def block(mul: Any, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return F.linear(mul(F.linear(x, up)), down)
-
-    name = "LigerFusedGateUpSiLUMulFunction"
-    cls = function("liger_kernel", name, forward, backward)
-    twin("liger_kernel", name, 1, cls, block, plain, (2 * INNER, HIDDEN), (HIDDEN, INNER))
-
-    def squared(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.relu().square()
-
-    def slope(ctx: Any, g: Tensor) -> Tensor:
-        return 2 * g * ctx.saved_tensors[0].relu()
-
-    name = "LigerReLUSquaredFunction"
-    cls = function("liger_kernel", name, squared, slope)
-    twin("liger_kernel", name, 1, cls, block, lambda x: x.relu().square(), (INNER, HIDDEN), (HIDDEN, INNER))
+def geglu(a: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(a, approximate="tanh") * b
 
 
-_gate_up()
+def gated(mul: Any, x: Tensor, up: Tensor, side: Tensor, down: Tensor) -> Tensor:
+    return F.linear(mul(F.linear(x, up), F.linear(x, side)), down)
 
 
-def activation_of(package: str, name: str, saved: int) -> None:
-    def forward(ctx: Any, x: Tensor, *bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *bias)
-        return F.gelu(x + bias[0] if bias else x, approximate="tanh")
-
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
-        x, *bias = ctx.saved_tensors
-        dx = g * gate("gelu", x + bias[0] if bias else x)[1]
-        return (dx, dx.flatten(0, -2).sum(0)) if bias else (dx,)
-
-    def plain(x: Tensor, *bias: Tensor) -> Tensor:
-        return F.gelu(x + bias[0] if bias else x, approximate="tanh")
-
-    def block(act: Any, x: Tensor, up: Tensor, down: Tensor, *bias: Tensor) -> Tensor:
-        return F.linear(act(F.linear(x, up), *bias), down)
-
-    shapes = ((INNER, HIDDEN), (HIDDEN, INNER), (INNER,))[: saved + 1]
-    twin(package, name, saved, function(package, name, forward, backward), block, plain, *shapes)
+for _package, _name, _plain, _overwrites in (
+    ("liger_kernel", "LigerSiLUMulFunction", swiglu, True),
+    ("liger_kernel", "LigerGELUMulFunction", geglu, True),
+    ("flash_attn", "SwiGLUFunction", swiglu, False),
+):
+    _cls = saves_inputs(_package, _name, _plain, (0, 1), flat=True, overwrites=_overwrites)
+    _shapes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
+    twin(_package, _name, 2, _cls, gated, _plain, *_shapes, overwrites=_overwrites)
 
 
-activation_of("flash_attn", "GeLUFunction", 2)
-activation_of("flash_attn", "FastGeLUFunction", 1)
+def mlp(activation: Any, x: Tensor, up: Tensor, down: Tensor, *bias: Tensor) -> Tensor:
+    return F.linear(activation(F.linear(x, up), *bias), down)
+
+
+def gelu(x: Tensor, *bias: Tensor) -> Tensor:
+    return F.gelu(x + bias[0] if bias else x, approximate="tanh")
+
+
+for _package, _name, _plain, _inputs, _rows in (
+    ("liger_kernel", "LigerFusedGateUpSiLUMulFunction", lambda y: swiglu(*y.chunk(2, -1)), 1, 2 * INNER),
+    ("liger_kernel", "LigerReLUSquaredFunction", lambda x: x.relu().square(), 1, INNER),
+    ("flash_attn", "GeLUFunction", gelu, 2, INNER),
+    ("flash_attn", "FastGeLUFunction", gelu, 1, INNER),
+):
+    _cls = saves_inputs(_package, _name, _plain, tuple(range(_inputs)))
+    twin(_package, _name, _inputs, _cls, mlp, _plain, *((_rows, HIDDEN), (HIDDEN, INNER), (INNER,))[: _inputs + 1])
 
 
 # ---- norms ----
@@ -333,42 +312,28 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def linear(package: str, name: str, saved: int, place: int, weights: tuple[int, ...], lora: bool = False) -> None:
-    """What saves its input at one place beside its weights."""
-
-    def forward(ctx: Any, x: Tensor, *w: Tensor) -> Tensor:
-        kept: list[Any] = [None] * saved
-        kept[place] = x
-        for at, weight in zip(weights, w, strict=True):
-            kept[at] = weight
-        ctx.save_for_backward(*kept)
-        return F.linear(F.linear(x, w[0]), w[1]) if lora else F.linear(x, w[0])
-
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
-        kept = ctx.saved_tensors
-        x, w = kept[place], [kept[at] for at in weights]
-        if not lora:
-            return g @ w[0], rows_of(g).t() @ rows_of(x)
-        down = g @ w[1]
-        return down @ w[0], rows_of(down).t() @ rows_of(x), rows_of(g).t() @ rows_of(F.linear(x, w[0]))
-
-    def plain(x: Tensor, *w: Tensor) -> Tensor:
-        return F.linear(F.linear(x, w[0]), w[1]) if lora else F.linear(x, w[0])
-
-    def block(product: Any, x: Tensor, *w: Tensor) -> Tensor:
-        return product(product(x * 1, *w).tanh() * 1, *w)
-
-    shapes = ((16, HIDDEN), (HIDDEN, 16)) if lora else ((HIDDEN, HIDDEN),)
-    twin(package, name, saved, function(package, name, forward, backward), block, plain, *shapes)
+def lora(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return F.linear(F.linear(x, a), b)
 
 
-linear("unsloth", "LoRA_QKV", 7, 0, (1, 2), lora=True)
-linear("unsloth", "LoRA_W", 3, 2, (0, 1), lora=True)
-linear("unsloth", "GroupedGemm", 4, 0, (1,))
-linear("flash_attn", "FusedDenseFunc", 2, 0, (1,))
-linear("apex", "FusedDenseFunc", 2, 0, (1,))
-linear("apex", "DenseNoBiasFunc", 2, 0, (1,))
-linear("transformer_engine", "_Linear", 4, 0, (2,))
+def two_products(product: Any, x: Tensor, *w: Tensor) -> Tensor:
+    return product(product(x * 1, *w).tanh() * 1, *w)
+
+
+#: How many each saves; the places of its input and of its weights.
+for _package, _name, _saved, _places in (
+    ("unsloth", "LoRA_QKV", 7, (0, 1, 2)),
+    ("unsloth", "LoRA_W", 3, (2, 0, 1)),
+    ("unsloth", "GroupedGemm", 4, (0, 1)),
+    ("flash_attn", "FusedDenseFunc", 2, (0, 1)),
+    ("apex", "FusedDenseFunc", 2, (0, 1)),
+    ("apex", "DenseNoBiasFunc", 2, (0, 1)),
+    ("transformer_engine", "_Linear", 4, (0, 2)),
+):
+    _plain = lora if len(_places) == 3 else F.linear
+    _shapes = ((16, HIDDEN), (HIDDEN, 16)) if len(_places) == 3 else ((HIDDEN, HIDDEN),)
+    _cls = saves_inputs(_package, _name, _plain, _places, _saved)
+    twin(_package, _name, _saved, _cls, two_products, _plain, *_shapes)
 
 
 def gated_mlp(package: str, name: str, saved: int, places: dict[str, int]) -> None:

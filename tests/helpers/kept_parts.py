@@ -65,10 +65,7 @@ def by_index(reduce: str) -> Callable[[Tensor], Tensor]:
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda x: x.softmax(-1),
     "softmax by hand": lambda x: (e := (x - x.amax(-1, keepdim=True)).exp()) / e.sum(-1, keepdim=True),
-    "log_softmax": lambda x: x.log_softmax(-1),
-    "logsumexp": lambda x: x.logsumexp(-1),
     "logsumexp by hand": lambda x: (x - (m := x.amax(-1, keepdim=True))).exp().sum(-1).log() + m[:, 0],
     "cross entropy": lambda x: F.cross_entropy(x, torch.arange(ROWS), reduction="none"),
     "minus its largest": lambda x: x - x.amax(-1, keepdim=True),
@@ -78,12 +75,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "minus its median": lambda x: (x - x.median()) * x,
     "minus a quantile": lambda x: x - x.quantile(0.75, -1, keepdim=True),
     "standardized": lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True),
-    "norm 1": lambda x: x * x / x.norm(1, -1, keepdim=True),
     "norm 2": lambda x: x * x / x.norm(2, -1, keepdim=True),
-    "norm 3": lambda x: x * x / torch.linalg.vector_norm(x, 3, -1, keepdim=True),
     "largest norm": lambda x: x * x / torch.linalg.vector_norm(x, float("inf"), -1, keepdim=True),
     "normalize": lambda x: F.normalize(x, dim=-1).pow(3),
-    "cosine": lambda x: F.cosine_similarity(x, x.roll(1, 0), -1),
     "layer norm": lambda x: F.layer_norm(x, (WIDTH,)).pow(3),
     "rms norm": lambda x: F.rms_norm(x, (WIDTH,)).pow(3),
     "rms norm by hand": lambda x: rms(x).pow(3),
@@ -95,15 +89,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention by hand": lambda x: attention(heads(x), heads(x.roll(1, 0)), heads(x.sin())),
     "cdist": lambda x: torch.cdist(x, x.detach()[:8] * 2),
     "largest cdist": lambda x: torch.cdist(x, x.detach()[:8] * 2, p=float("inf")),
-    "pdist": lambda x: F.pdist(x),
     "scatter amax": by_index("amax"),
     "scatter amin": by_index("amin"),
-    "scatter mean": by_index("mean"),
-    "scatter prod": by_index("prod"),
-    "prod": lambda x: x[:, :4].prod(-1),
-    "cumprod": lambda x: x[:, :4].cumprod(-1),
-    "logcumsumexp": lambda x: x.logcumsumexp(-1),
-    "hypot": lambda x: torch.hypot(x, x.roll(1, 0)),
     "power of itself": lambda x: x.sigmoid() ** x.tanh(),
     "reciprocal square root": lambda x: (x * x + 1e-3).rsqrt(),
     "reciprocal": lambda x: (x * x + 1e-3).reciprocal(),
@@ -119,13 +106,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "angle": lambda x: torch.atan2(x * x, torch.full_like(x, 1e-3)),
     "gaussian": lambda x: (-x * x).exp(),
     "soft sign": lambda x: x * x / (1 + (x * x).abs()),
-    "max pool": lambda x: F.max_pool1d(x[None], 4) * 2,
     "glu": lambda x: F.glu(x) * x[:, :128],
-    "gelu": F.gelu,
     "silu product": lambda x: F.silu(x) * x.roll(1, 0),
-    "cholesky": lambda x: torch.linalg.cholesky(x @ x.t() / WIDTH + torch.eye(ROWS)),
-    "solve": lambda x: torch.linalg.solve(x @ x.t() / WIDTH + torch.eye(ROWS), x),
-    "inverse": lambda x: torch.linalg.inv(x @ x.t() / WIDTH + torch.eye(ROWS)),
     "determinant": lambda x: torch.linalg.slogdet(x @ x.t() / WIDTH + torch.eye(ROWS))[1],
 }
 
@@ -340,10 +322,6 @@ POLICIES = {
     "save_named": policies.save_named("h"),
     "function": by_function,
 }
-
-
-def of_contexts(ck, policy, function, *args, **options):
-    return ck(function, *args, context_fn=lambda: contexts(policy, **options))
 
 
 class Call(nn.Module):

@@ -38,7 +38,6 @@ _MADE: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
     "Linear without bias": (lambda: nn.Linear(D, D, bias=False), [_TOKENS]),
     "Linear of rows": (lambda: nn.Linear(D, D), [(D, D)]),
     "Linear of one row": (lambda: nn.Linear(D, D), [(1, D)]),
-    "Linear of a vector": (lambda: nn.Linear(D, D), [(D,)]),
     "Bilinear": (lambda: nn.Bilinear(D, D, 8), [_TOKENS, _TOKENS]),
     "LayerNorm": (lambda: nn.LayerNorm(D), [_TOKENS]),
     "RMSNorm": (lambda: nn.RMSNorm(D), [_TOKENS]),
@@ -52,30 +51,10 @@ _MADE: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
     "Conv2d by channels": (lambda: nn.Conv2d(C, C, 3, groups=C), [_IMAGE]),
     "Conv3d": (lambda: nn.Conv3d(4, 4, 3, padding=1), [_VOLUME]),
     "ConvTranspose2d": (lambda: nn.ConvTranspose2d(C, C, 3), [_IMAGE]),
-    "MaxPool2d": (lambda: nn.MaxPool2d(2), [_IMAGE]),
-    "AvgPool2d": (lambda: nn.AvgPool2d(2), [_IMAGE]),
-    "AdaptiveAvgPool2d": (lambda: nn.AdaptiveAvgPool2d(3), [_IMAGE]),
-    "Upsample": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), [_IMAGE]),
-    "PixelShuffle": (lambda: nn.PixelShuffle(2), [_IMAGE]),
-    "ReflectionPad2d": (lambda: nn.ReflectionPad2d(1), [_IMAGE]),
-    "Unfold": (lambda: nn.Unfold(2), [_IMAGE]),
-    "GELU": (nn.GELU, [_TOKENS]),
-    "SiLU": (nn.SiLU, [_TOKENS]),
     "PReLU": (lambda: nn.PReLU(C), [_IMAGE]),
-    "GLU": (nn.GLU, [_TOKENS]),
-    "Softmax": (lambda: nn.Softmax(-1), [_TOKENS]),
-    "Softmax2d": (nn.Softmax2d, [_IMAGE]),
-    "LogSoftmax": (lambda: nn.LogSoftmax(-1), [_TOKENS]),
-    "Dropout": (lambda: nn.Dropout(0.2), [_TOKENS]),
-    "Dropout2d": (lambda: nn.Dropout2d(0.2), [_IMAGE]),
     "Flatten": (lambda: nn.Sequential(nn.Flatten(1), nn.Linear(T * D, 8)), [_TOKENS]),
-    "CosineSimilarity": (lambda: nn.CosineSimilarity(-1), [_TOKENS, _TOKENS]),
-    "PairwiseDistance": (nn.PairwiseDistance, [_TOKENS, _TOKENS]),
-    "MSELoss": (nn.MSELoss, [_TOKENS, _TOKENS]),
-    "HuberLoss": (nn.HuberLoss, [_TOKENS, _TOKENS]),
     "GRU": (lambda: nn.GRU(D, D, batch_first=True), [_TOKENS]),
     "LSTM": (lambda: nn.LSTM(D, D), [_TOKENS]),
-    "RNNCell": (lambda: nn.RNNCell(D, D), [(D, D)]),
     "MultiheadAttention": (lambda: nn.MultiheadAttention(D, 4, batch_first=True), [_TOKENS] * 3),
     "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(D, 4, D, 0.1, batch_first=True), [_TOKENS]),
     "TransformerDecoderLayer": (lambda: nn.TransformerDecoderLayer(D, 4, D, 0.1), [_TOKENS, _TOKENS]),
@@ -105,19 +84,11 @@ def _scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 _HEADS = (B, 4, 8, 8)
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
-    "a scalar": (lambda x: x.sin() * x, [()]),
     "a scalar and a matrix": (lambda x, m: (x * m).tanh(), [(), (D, D)]),
-    "matmul": (lambda a, b: (a @ b).tanh(), [_TOKENS, (B, D, D)]),
     "matmul of what is shared": (lambda a, b: (a @ b).tanh(), [_TOKENS, (D, D)]),
-    "einsum": (lambda a, b: torch.einsum("btd,bsd->bts", a, b).tanh(), [_TOKENS, _TOKENS]),
-    "baddbmm": (lambda a, b, c: torch.baddbmm(a, b, c).tanh(), [(B, D, D)] * 3),
     "addmm": (lambda a, b, c: torch.addmm(a, b, c).tanh(), [(D, D)] * 3),
     "attention": (F.scaled_dot_product_attention, [_HEADS] * 3),
-    "attention, causal": (functools.partial(F.scaled_dot_product_attention, is_causal=True), [_HEADS] * 3),
     "attention by hand": (_scores, [_HEADS] * 3),
-    "sums and norms": (lambda x: x * x.sum(-1, keepdim=True) + x.norm(dim=1, keepdim=True), [_TOKENS]),
-    "cumulative": (lambda x: x.cumsum(1).tanh() * x.cumprod(-1), [_TOKENS]),
-    "sorting": (lambda x: x.sort(-1)[0] * x.topk(D, -1)[0], [_TOKENS]),
     "reshaping": (lambda x: x.reshape(-1, D).sin() @ x.flatten(0, -2).T, [_TOKENS]),
     "gathering": (lambda x: x[:, [0, 2, 1]].sin() * x[:, :3], [_TOKENS]),
     "in place": (lambda x: x.sin().mul_(x).add_(x.exp()), [_TOKENS]),
@@ -170,54 +141,6 @@ class Projected(nn.Module):
         return out
 
 
-def _longformer() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    from transformers import LEDConfig
-    from transformers.models.led.modeling_led import LEDEncoderLayer
-
-    config = LEDConfig(d_model=D, encoder_attention_heads=2, encoder_ffn_dim=D, attention_window=[8], encoder_layers=1)
-    mask = torch.zeros(B, T)
-    kept = {
-        "attention_mask": mask,
-        "is_index_masked": mask < 0,
-        "is_index_global_attn": mask > 0,
-        "is_global_attn": False,
-    }
-    layer = LEDEncoderLayer(config, 0)
-    return _Named(layer, kept), (_values(*_TOKENS),), {}
-
-
-def _cross() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    from transformers import BertConfig
-    from transformers.models.bert.modeling_bert import BertLayer
-
-    config = BertConfig(
-        hidden_size=D, num_attention_heads=2, intermediate_size=D, is_decoder=True, add_cross_attention=True
-    )
-    config._attn_implementation = "sdpa"
-    layer = BertLayer(config, layer_idx=0)
-    return _Crossed(layer), (_values(*_TOKENS), _values(*_TOKENS)), {}
-
-
-class _Named(nn.Module):
-    def __init__(self, layer: nn.Module, kept: dict[str, Any]) -> None:
-        super().__init__()
-        self.layer, self.kept = layer, kept
-
-    def forward(self, x: torch.Tensor) -> Any:
-        out = self.layer(x, **self.kept)
-        return out[0] if isinstance(out, tuple) else out
-
-
-class _Crossed(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor, encoded: torch.Tensor) -> Any:
-        out = self.layer(x, encoder_hidden_states=encoded)
-        return out[0] if isinstance(out, tuple) else out
-
-
 # ---- all ----
 
 
@@ -242,7 +165,6 @@ def _subjects() -> list[Subject]:
     }
     for name, (build, shapes) in blocks.items():
         found.append(Subject(name, functools.partial(_made, build, shapes), compiles=True))
-    found += [Subject("a LED's layer", _longformer), Subject("a BERT decoder's layer", _cross)]
     return found
 
 

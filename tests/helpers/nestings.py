@@ -39,14 +39,14 @@ def by_function(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 class Tail(torch.nn.Module):
-    """What is below a level, as a module without parameters: all tensors are arguments."""
+    """A function as a module without parameters: all tensors are arguments."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
 
 def _under(context: Callable[[], Any]) -> Callable[..., Any]:
@@ -134,7 +134,9 @@ LEVELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 LOSSY = {"int8", "saved int8"}
 HOOKS = {"saved lossless", "saved int8", "offload"}
-ONE_NODE = {"one node", "one node policy", "reentrant", "torch reentrant"}
+NODES = {"one node", "one node policy"}
+ONE_NODE = NODES | {"reentrant", "torch reentrant"}
+KEEPS = {"policy", "policy function", "one node policy"}
 #: Regions of ours: inside them a backward in the forward reads what the forward has. Elsewhere it
 #: cannot be told from a step's own: numerics.md.
 REGIONS = {"None", "lossless", "int8", "fake", "reentrant", "one node", "one node policy", "policy", "policy function"}
@@ -269,55 +271,48 @@ def error_of(got: Outcome, want: Outcome) -> float:
 # ---- the verdict
 
 
-def _no_second_order(levels: tuple[str, ...], program: str, ending: str) -> bool:
-    return ending == "double" and any(n in ("one node", "one node policy") for n in levels)
-
-
-def _kept_in_one_node(levels: tuple[str, ...], program: str, ending: str) -> bool:
-    nodes = [
-        i for i, name in enumerate(levels) if name in ("one node", "one node policy", "reentrant", "torch reentrant")
-    ]
-    return any(name == "kept" for i in nodes for name in levels[i + 1 :])
-
-
-def _named_in_kept(levels: tuple[str, ...], program: str, ending: str) -> bool:
-    return "kept" in levels and "named" in levels[levels.index("kept") + 1 :]
-
-
-def _grad_through_kept(levels: tuple[str, ...], program: str, ending: str) -> bool:
-    return program.startswith("forces") and "kept" in levels
-
-
-def _reentrant_in_one_node(levels: tuple[str, ...], program: str, ending: str) -> bool:
-    nodes = [i for i, name in enumerate(levels) if name in ("one node", "one node policy")]
-    return any(name in ("reentrant", "torch reentrant") for i in nodes for name in levels[i + 1 :])
-
-
-def _region_in_one_node_policy(levels: tuple[str, ...], program: str, ending: str) -> bool:
-    return program == "energy" and "one node policy" in levels and len(levels) > 1
-
-
-def _kept_once(levels: tuple[str, ...], program: str, ending: str) -> bool:
-    return ending != "once" and any(n in ("policy", "policy function", "one node policy") for n in levels)
+def _inside(levels: tuple[str, ...], outer: set[str], inner: set[str]) -> bool:
+    """Is one of the inner levels inside one of the outer ones?"""
+    return any(a in outer and b in inner for a, b in itertools.combinations(levels, 2))
 
 
 #: Errors that torch's own nesting does not have: why, when, and what the text has.
 DOCUMENTED: list[tuple[str, Callable[[tuple[str, ...], str, str], bool], str]] = [
-    ("selective.md: one node has no gradient of the gradient", _no_second_order, "create_graph|twice|second"),
-    ("selective.md: one node keeps no graph, so a kept call raises", _kept_in_one_node, "recompute=False"),
-    ("selective.md: inside a kept call recompute=True raises", _named_in_kept, "recompute=True"),
-    ("selective.md: a second backward, if outputs were kept", _kept_once, "extra time|second backward|reusable"),
+    (
+        "selective.md: one node has no gradient of the gradient",
+        lambda levels, program, ending: ending == "double" and not NODES.isdisjoint(levels),
+        "create_graph|twice|second",
+    ),
+    (
+        "selective.md: one node keeps no graph, so a kept call raises",
+        lambda levels, program, ending: _inside(levels, ONE_NODE, {"kept"}),
+        "recompute=False",
+    ),
+    (
+        "selective.md: inside a kept call recompute=True raises",
+        lambda levels, program, ending: _inside(levels, {"kept"}, {"named"}),
+        "recompute=True",
+    ),
+    (
+        "selective.md: a second backward, if outputs were kept",
+        lambda levels, program, ending: ending != "once" and not KEEPS.isdisjoint(levels),
+        "extra time|second backward|reusable",
+    ),
     (
         "the recompute of a kept call gives its outputs, without a graph",
-        _grad_through_kept,
+        lambda levels, program, ending: program.startswith("forces") and "kept" in levels,
         "not have been used in|other tensors",
     ),
     (
         "one node's forward has no grad, so a region in it or around it calls less than in the recompute",
-        _region_in_one_node_policy,
+        lambda levels, program, ending: program == "energy" and "one node policy" in levels and len(levels) > 1,
         r"not found in storage|alike \d+ x",
     ),
-    ("one node calls autograd.grad, which torch's form refuses", _reentrant_in_one_node, "use_reentrant=True"),
+    (
+        "one node calls autograd.grad, which torch's form refuses",
+        lambda levels, program, ending: _inside(levels, NODES, {"reentrant", "torch reentrant"}),
+        "use_reentrant=True",
+    ),
 ]
 
 

@@ -73,7 +73,6 @@ LEFT_OUT = {
         "attention_is_kept_where",
         "attention_runs_again",
         "restores_its_inputs_too",
-        "test_bytes_of_a_llama",
         "disjoint_slices_cost",
     ],
     "a device says later what its codec could not hold, and keeps what has too few zeros": [
@@ -98,7 +97,6 @@ LEFT_OUT = {
         "a_pole_that_nothing_follows",
         "a_product_that_a_pole_uses_later",
         "stays_until_another_block_finds_it",
-        "branches_that_nothing_has_passed",
         "hooks_around_get_what_waits",
         "backward_that_overwrites_what_it_saved",
         "found_although_nothing_waits",

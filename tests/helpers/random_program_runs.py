@@ -19,9 +19,9 @@ from typing import Any
 import behaviours
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from nestings import Tail
 from random_operators import BETWEEN, CONTEXTS, CUSTOM, ENDINGS, IN_PLACE, OPERATORS, ProgramError, fingerprint, total
 from random_programs import Custom, Diverge, InnerGrad, InPlace, Norm, Op, Program, Raise, Region, Scope, features
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Pair = namedtuple("Pair", "first second")
@@ -31,27 +31,6 @@ RUNAWAY = 40
 
 
 # ---- what a program can be seen to do ----
-
-
-class OperatorCounter(TorchDispatchMode):
-    """How often each operator ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class _Body(torch.nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 class Logged:
@@ -213,9 +192,9 @@ class Run:
         if node.callable == "partial":
             called = functools.partial(body)
         elif node.callable == "module":
-            called = _Body(body)
+            called = Tail(body)
         elif node.callable == "method":
-            called = _Body(body).forward
+            called = Tail(body).forward
         self.functions.append(weakref.ref(body))
         args = [build(tree, env) for tree in node.args]
         kwargs = {name: build(tree, env) for name, tree in node.kwargs}
@@ -234,17 +213,17 @@ class Run:
     # -- from the first statement to the last gradient --
 
     def execute(self) -> Run:
-        counter = OperatorCounter()
+        operators = behaviours.Operators()
         collecting = gc.isenabled()
         gc.disable()
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                with counter if self.program.count_operators else contextlib.nullcontext():
+                with operators if self.program.count_operators else contextlib.nullcontext():
                     self.forward_and_backward()
             texts = [(w.category.__name__, str(w.message)) for w in caught]
             self.note("warnings", [t for t in texts if "Triggered internally" not in t[1]])
-            self.note("operators", dict(counter.counts))
+            self.note("operators", dict(Counter(operators.names)))
             self.alive = sum(f() is not None for f in self.functions)
         finally:
             self.leave_no_trace()
@@ -362,19 +341,13 @@ def noticed(program: Program, mine: Run) -> bool:
     return differs and any("saved other tensors than its forward" in str(event) for event in mine.log)
 
 
-def plain(
-    function: Callable[..., Any],
-    *args: Any,
-    use_reentrant: Any = None,
-    context_fn: Any = None,
-    determinism_check: Any = None,
-    debug: Any = None,
-    early_stop: Any = None,
-    preserve_rng_state: Any = None,
-    **kwargs: Any,
-) -> Any:
+#: Keywords of checkpoint, not of the function.
+KEYWORDS = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state", "buffers")
+
+
+def plain(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """No checkpoint."""
-    return function(*args, **kwargs)
+    return function(*args, **{name: value for name, value in options.items() if name not in KEYWORDS})
 
 
 def writes_in_inner_region(body: tuple[Any, ...], depth: int = 0) -> bool:
