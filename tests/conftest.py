@@ -182,7 +182,6 @@ WORLDS = {
     "test_docs",
     "test_first_run",
     "test_gpu",
-    "test_launches",
     "test_lightning",
     "test_operator_faults",
     "test_packaging",
