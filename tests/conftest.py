@@ -172,7 +172,6 @@ def sanitized(tmp_path_factory):
 #: one worker runs all that use them.
 WORLDS = {
     "test_budget_sharded",
-    "test_codec_hostile",
     "test_cuda_build",
     "test_cuda_emulation",
     "test_cuda_errors",
@@ -185,7 +184,6 @@ WORLDS = {
     "test_docs",
     "test_first_run",
     "test_gpu",
-    "test_launches",
     "test_lightning",
     "test_operator_faults",
     "test_packaging",
@@ -283,17 +281,11 @@ def write_config(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def avx512(request, tmp_path_factory):
-    from codec_libraries import EmulatedAvx512
-
-    return EmulatedAvx512(built_once(request, tmp_path_factory, "avx512", EmulatedAvx512.build))
-
-
-@pytest.fixture(scope="session")
 def host_kernels(request, tmp_path_factory):
-    from codec_kernels import HostKernels
+    from codec_libraries import HostKernels
 
-    return HostKernels(built_once(request, tmp_path_factory, "host", HostKernels.build))
+    build = functools.partial(HostKernels.build, emulated=True)
+    return HostKernels(built_once(request, tmp_path_factory, "host", build))
 
 
 @pytest.fixture(scope="session")

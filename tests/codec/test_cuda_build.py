@@ -72,31 +72,26 @@ def kernels(request, built):
     return said
 
 
-def registers_of(said):
-    return int(re.search(r"Used (\d+) registers", said)[1])
-
-
 @pytest.mark.parametrize("name", SOURCES)
 def test_no_warning(built, name):
     assert "warning" not in built[name][1].lower()
 
 
-def test_no_spills(kernels):
+def test_no_spills_and_few_registers(kernels):
+    """64 at most; of the contiguous kernels of 16-bit values so few that an SM holds 1536 threads,
+    48 KiB in flight. A device keeps local memory for every thread it can hold; beyond 1 KiB each, a
+    launch may wait for more."""
     for name, said in kernels.items():
         found = SPILLS.findall(said)
         assert found
         assert [f for f in found if f[1:] != ("0", "0")] == [], name
-
-
-def test_registers(kernels):
-    """64 at most; of the contiguous kernels of 16-bit values so few
-    that an SM holds 1536 threads, 48 KiB in flight."""
-    for name, said in kernels.items():
-        used = registers_of(said)
+        used = int(re.search(r"Used (\d+) registers", said)[1])
         assert used <= 64, name
         noisy = re.search(r"encode_kernelIL10gck_format\dELb1E", name)
         if re.search(r"5typedIL9gck_dtype[12]E", name) and not noisy:
             assert used <= (48 if "4jobs" in name else 40), name
+        stack = re.search(r"(\d+) bytes cumulative stack size", said)
+        assert stack is None or int(stack[1]) <= 512, name
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
@@ -105,14 +100,6 @@ def test_code_of_other_formats_is_gone(built, name):
     has not, kernels take more registers."""
     assert "gck_choose_entries" in built["int4"][1]
     assert "gck_choose_entries" not in built[name][1]
-
-
-def test_stacks_are_small(kernels):
-    """A device keeps local memory for every thread it can hold; beyond 1 KiB each,
-    a launch may wait for more."""
-    for name, said in kernels.items():
-        stack = re.search(r"(\d+) bytes cumulative stack size", said)
-        assert stack is None or int(stack[1]) <= 512, name
 
 
 def entries_of(path):

@@ -2,24 +2,19 @@
 never neither."""
 
 import ctypes
-import shutil
-import subprocess
 
 import pytest
-from checkout import CSRC, NATIVE
+from checkout import NATIVE
+from native_programs import gcc
 
 OPERATORS = ("encode", "decode", "encode_many", "decode_many")
 
 
 @pytest.fixture(scope="module")
 def operators(tmp_path_factory):
-    gcc = shutil.which("gcc")
-    if gcc is None:
-        pytest.skip("gcc not found")
     library = tmp_path_factory.mktemp("operators") / "operators.so"
-    subprocess.run([gcc, "-std=c11", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror",
-                    "-Wno-missing-field-initializers", "-Wno-clobbered", "-D_GNU_SOURCE", f"-I{CSRC}",
-                    NATIVE / "operator_faults.c", "-o", library], check=True)  # fmt: skip
+    options = ["-O1", "-g", "-fPIC", "-shared", "-Wno-unused-parameter", "-Wno-clobbered"]
+    gcc(*options, NATIVE / "operator_faults.c", "-o", library)
     loaded = ctypes.CDLL(str(library))
     loaded.message.restype = ctypes.c_char_p
     return loaded

@@ -7,9 +7,9 @@ import codec_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from codec_inputs import DTYPES, bits_of, tensor
-from codec_kernels import assert_same
-from codec_libraries import ISAS, forced, whole
+from codec_inputs import DTYPES, tensor
+from codec_kernels import check_bytes
+from codec_libraries import whole
 from oracle_values import INT6_LEVELS
 
 import gradckpt
@@ -37,50 +37,32 @@ def test_oracle_is_philox():
 
 @every_codec
 @every_dtype
-def test_bytes_equal_oracle(codec, dtype, avx512):
+def test_bytes_equal_oracle(codec, dtype, host_kernels):
     hostile = [*(codec_inputs.hostile(dtype, s) for s in range(3)), codec_inputs.unusual(dtype)]
     bits = np.concatenate([codec_inputs.inputs(dtype)[: 128 * 900], *hostile, codec_inputs.gaussian(dtype, 128 * 99)])
-    noise = oracle.noise_of(bits.size // 128, *KEY)
-    want = oracle.encode(codec, bits, dtype, noise)
-    for isa in ISAS:
-        with forced(isa):
-            got = whole(gradckpt.codecs.encode(tensor(bits, dtype), codec, dither=KEY)).numpy()
-            assert_same(got, want, isa)
-    if "avx512" not in ISAS:
-        assert_same(avx512.encode_noisy(codec, bits, dtype, KEY), want, "avx512")
+    check_bytes(codec, tensor(bits, dtype), host_kernels, KEY)
 
 
 @every_codec
 def test_same_key_same_bytes(codec):
-    """Whatever the strides, the threads and the instruction set; another key, other bytes."""
+    """Whatever the strides and the threads, in parts of a task, too; another key, other bytes."""
     x = torch.randn(700, 300, generator=torch.Generator().manual_seed(1))
-    before = torch.get_rng_state()
-    want = whole(gradckpt.codecs.encode(x, codec, dither=KEY))
-    assert torch.equal(whole(gradckpt.codecs.encode(x.t().contiguous().t(), codec, dither=KEY)), want)
-    threads = torch.get_num_threads()
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+
+    def encoded(x, key=KEY):
+        return whole(gradckpt.codecs.encode(x, codec, dither=key))
+
+    want = encoded(x)
+    assert torch.equal(encoded(x.t().contiguous().t()), want)
     try:
         torch.set_num_threads(2)
-        assert torch.equal(whole(gradckpt.codecs.encode(x, codec, dither=KEY)), want)
+        assert torch.equal(encoded(x), want)
     finally:
         torch.set_num_threads(threads)
-    for isa in ISAS:
-        with forced(isa):
-            assert torch.equal(whole(gradckpt.codecs.encode(x, codec, dither=KEY)), want)
     seed, step, number = KEY
     for other in ((seed ^ 1 << 63, step, number), (seed, step + 1, number), (seed, step, number + 1), None):
-        assert not torch.equal(whole(gradckpt.codecs.encode(x, codec, dither=other)), want)
+        assert not torch.equal(encoded(x, other), want)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_parts_of_a_large_tensor():
-    """A value's noise depends on its index: more than one task, tails, a tensor that streams."""
-    x = torch.randn(3_000_017, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    large = whole(gradckpt.codecs.encode(x, "int8_plain", dither=KEY)).numpy()
-    for first in (0, 32768 // 128, 20_000):
-        part = x[first * 128 : first * 128 + 1280]
-        noise = oracle.noise_of(10, *KEY, first=first)
-        want = oracle.encode("int8_plain", bits_of(part), "bfloat16", noise)
-        np.testing.assert_array_equal(large[first * 128 : first * 128 + 1280], want[:1280])
 
 
 def neighbours(codec):
@@ -184,68 +166,61 @@ def test_engine_rounds_stochastically_and_repeats():
 
 def test_rounding_state_resumes():
     config = CompressionConfig("int8", stochastic=True)
-    gradckpt.config.set_rounding_state((7, 0))
-    both = run(config, 2)
-    gradckpt.config.set_rounding_state((7, 0))
-    run(config, 1)
-    saved = gradckpt.config.get_rounding_state()
-    assert saved == (8, 0)
-    gradckpt.config.set_rounding_state((100, 3))
-    gradckpt.config.set_rounding_state(saved)
-    assert torch.equal(run(config, 2)[0], run_from(config, saved)[0])
+
+    def run_from(state, steps):
+        gradckpt.config.set_rounding_state(state)
+        return run(config, steps)
+
+    both = run_from((7, 0), 2)
+    run_from((7, 0), 1)
+    assert gradckpt.config.get_rounding_state() == (8, 0)
+    assert torch.equal(run_from((8, 0), 2)[0], run_from((8, 0), 1)[0])
     assert not torch.equal(both[0], both[1])
 
 
-def run_from(config, state):
-    gradckpt.config.set_rounding_state(state)
-    return run(config, 2)
+def seen_in(*regions):
+    """What each region's function is given, in the forwards and then in the recomputes."""
+    seen = []
+
+    def keep(*args):
+        seen.append([a.detach().clone() for a in args])
+        return sum(a.sin() for a in args)
+
+    loss = sum(gradckpt.checkpoint(keep, *args, compress=compress).sum() for compress, args in regions)
+    loss.backward()
+    return seen[len(regions) :]
+
+
+NOISY = CompressionConfig("int4", stochastic=True)
 
 
 def test_tensors_of_a_step_get_different_noise():
     x = torch.randn(4096).requires_grad_() * 1.0
-    seen = []
-    config = CompressionConfig("int4", stochastic=True)
-
-    def keep(a, b):
-        seen.append((a.detach().clone(), b.detach().clone()))
-        return a * b
-
-    y = x.detach().clone().requires_grad_() * 1.0
-    gradckpt.checkpoint(keep, x, y, compress=config).sum().backward()
-    assert not torch.equal(*seen[1])
+    ((first, second),) = seen_in((NOISY, (x, x.detach().clone().requires_grad_() * 1.0)))
+    assert not torch.equal(first, second)
 
 
 def test_a_payload_is_not_shared_across_kinds_of_rounding():
     x = torch.randn(4096).requires_grad_() * 1.0
-    seen = []
-
-    def keep(a):
-        seen.append(a.detach().clone())
-        return a.sin()
-
-    nearest = gradckpt.checkpoint(keep, x, compress="int4")
-    noisy = gradckpt.checkpoint(keep, x, compress=CompressionConfig("int4", stochastic=True))
-    (nearest + noisy).sum().backward()
-    assert not torch.equal(seen[2], seen[3])
+    nearest, noisy = seen_in(("int4", (x,)), (NOISY, (x,)))
+    assert not torch.equal(nearest[0], noisy[0])
 
 
 # ---- errors ----
 
 
-def test_errors():
-    x = torch.randn(300)
-    with pytest.raises(ValueError, match="'raw' has no stochastic rounding"):
-        CompressionConfig("raw", stochastic=True)
-    with pytest.raises(ValueError, match="'raw' has no stochastic rounding"):
-        gradckpt.codecs.encode(x, "raw", dither=KEY)
-    with pytest.raises(ValueError, match=r"seed is between 0 and 2\^64 - 1"):
-        CompressionConfig(seed=-1)
-    with pytest.raises(TypeError, match="three ints"):
-        gradckpt.codecs.encode(x, "int8", dither=5)
-    with pytest.raises(ValueError, match=r"step is between 0 and 2\^32 - 1, not 4294967296"):
-        gradckpt.codecs.encode(x, "int8", dither=(0, 2**32, 0))
-    with pytest.raises(ValueError, match="tensor is between"):
-        gradckpt.config.set_rounding_state((0, -1))
-    with pytest.raises(TypeError, match=r"\(step, tensor\)"):
-        gradckpt.config.set_rounding_state(3)
-    assert CompressionConfig.from_dict(CompressionConfig("int6", stochastic=True, seed=2**64 - 1).to_dict()).stochastic
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda x: CompressionConfig("raw", stochastic=True), ValueError, "'raw' has no stochastic rounding"),
+        (lambda x: gradckpt.codecs.encode(x, "raw", dither=KEY), ValueError, "'raw' has no stochastic rounding"),
+        (lambda x: CompressionConfig(seed=-1), ValueError, r"seed is between 0 and 2\^64 - 1"),
+        (lambda x: gradckpt.codecs.encode(x, "int8", dither=5), TypeError, "three ints"),
+        (lambda x: gradckpt.codecs.encode(x, "int8", dither=(0, 2**32, 0)), ValueError, r"step .* 2\^32 - 1, not 429"),
+        (lambda x: gradckpt.config.set_rounding_state((0, -1)), ValueError, "tensor is between"),
+        (lambda x: gradckpt.config.set_rounding_state(3), TypeError, r"\(step, tensor\)"),
+    ],
+)
+def test_errors(call, error, says):
+    with pytest.raises(error, match=says):
+        call(torch.randn(300))

@@ -40,6 +40,11 @@ if OUTCOMES:
         with virtual_device.in_order():
             yield
 
+    @pytest.fixture
+    def host_codecs():
+        with virtual_device.host_codecs():
+            yield
+
 
 @functools.cache
 def _process_of(nodeids):

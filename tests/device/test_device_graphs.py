@@ -11,6 +11,16 @@ import virtual_device
 import gradckpt
 
 
+@pytest.fixture
+def capture():
+    """A graph, and the stream that it is captured on."""
+    graph, side = virtual_device.Graph(), torch.Stream(device="virtual")
+    torch.virtual.synchronize()
+    yield graph, side
+    graph.reset()
+    assert virtual_device.kernel_errors() == 0
+
+
 def weights(n=3):
     torch.manual_seed(0)
     return [(torch.randn(128, 128) / 11).to("virtual").requires_grad_() for _ in range(n)]
@@ -28,13 +38,13 @@ def gradients(ws):
 
 
 @pytest.mark.parametrize("codec", [None, "int8", "lossless"])
-def test_a_captured_step_is_replayed_on_other_values(codec):
+def test_a_captured_step_is_replayed_on_other_values(codec, capture):
     def region(function, x):
         return gradckpt.checkpoint(function, x, compress=codec, preserve_rng_state=False)
 
     ws = weights()
     x = torch.randn(16, 128).to("virtual").requires_grad_()
-    graph, side = virtual_device.Graph(), torch.Stream(device="virtual")
+    graph, side = capture
     side.wait_stream(torch.virtual.current_stream())
     with side:
         step(ws, x, region)
@@ -56,26 +66,11 @@ def test_a_captured_step_is_replayed_on_other_values(codec):
     step(ws, x, region)
     torch.virtual.synchronize()
     assert torch.equal(found, gradients(ws))
-    assert virtual_device.kernel_errors() == 0
-    graph.reset()
 
 
-def test_random_numbers_in_a_capture_are_refused():
-    w = weights(1)[0]
-    x = torch.randn(16, 128).to("virtual").requires_grad_() * 1
-    graph, side = virtual_device.Graph(), torch.Stream(device="virtual")
-    torch.virtual.synchronize()
-    with (
-        pytest.raises(RuntimeError, match="pass preserve_rng_state=False and draw none inside"),
-        virtual_device.graph(graph, side),
-    ):
-        gradckpt.checkpoint(lambda t: t @ w, x)
-    graph.reset()
-
-
-def test_nothing_is_shared_into_or_out_of_a_capture():
+def test_nothing_is_shared_into_or_out_of_a_capture(capture):
+    graph, side = capture
     x = torch.randn(64, 128).to("virtual").requires_grad_() * 1
-    graph, side = virtual_device.Graph(), torch.Stream(device="virtual")
     torch.virtual.synchronize()
 
     def region(function):
@@ -90,17 +85,15 @@ def test_nothing_is_shared_into_or_out_of_a_capture():
     torch.virtual.synchronize()
     assert gradckpt.stats()["encoded"] == 2  # before and after share theirs
     assert gradckpt.stats()["shared"] == 1
-    assert virtual_device.kernel_errors() == 0
     del before, inside, after
-    graph.reset()
 
 
-def test_a_replay_changes_no_payload_from_outside():
+def test_a_replay_changes_no_payload_from_outside(capture):
     """The bytes of a captured payload are those of its latest replay."""
     leaf = torch.randn(64, 128).to("virtual").requires_grad_()
     x = leaf * 1
     want = x.detach().cos()
-    graph, side = virtual_device.Graph(), torch.Stream(device="virtual")
+    graph, side = capture
     torch.virtual.synchronize()
     with side:
         with virtual_device.graph(graph, side):
@@ -114,7 +107,6 @@ def test_a_replay_changes_no_payload_from_outside():
     torch.virtual.synchronize()
     assert torch.equal(found.cpu(), want.cpu())
     del inside
-    graph.reset()
 
 
 def test_saved_tensors_do_not_cross_the_border_of_a_capture():
@@ -146,9 +138,10 @@ def test_saved_tensors_do_not_cross_the_border_of_a_capture():
     assert virtual_device.kernel_errors() == 0
 
 
+@pytest.mark.usefixtures("host_codecs")
 def test_open_originals_are_bounded_however_slow_the_device_is():
     """A second, the patience of old, is over several times; nothing runs until the test lets it."""
-    originals, begun = [], []
+    originals = []
 
     def forward():
         leaf = torch.randn(2 << 20).to("virtual").requires_grad_()
@@ -156,16 +149,13 @@ def test_open_originals_are_bounded_however_slow_the_device_is():
         for _ in range(5):
             x = leaf * 1
             originals.append(weakref.ref(x))
-            begun.append(1)
             outputs.append(gradckpt.checkpoint(lambda h: h.sin().sum().detach() * 0 + h[0], x, compress="lossless"))
             del x
 
     def alive():
         return sum(original() is not None for original in originals)
 
-    virtual_device.use_host_codecs(True)
-    virtual_device.order_threads(True)
-    try:
+    with virtual_device.ordered_threads():
         thread = threading.Thread(target=forward)
         thread.start()
         most = 0
@@ -173,10 +163,7 @@ def test_open_originals_are_bounded_however_slow_the_device_is():
             thread.join(1.2)
             most = max(most, alive())
             torch.virtual.synchronize()
-    finally:
-        virtual_device.use_host_codecs(False)
-        virtual_device.order_threads(False)
-    assert len(begun) == 5
+    assert len(originals) == 5
     assert most <= 3  # two, and the one that is being encoded
 
 
@@ -187,31 +174,35 @@ class Sub(torch.Tensor):
     """A subclass: only Python looks at it."""
 
 
-CONTAINERS = {
-    "tensor": (lambda x: x, lambda h: h),
-    "namedtuple": (Pair, lambda h: h.x),
-    "mapping": (lambda x: collections.OrderedDict(x=x), lambda h: h["x"]),
-    "subclass": (lambda x: x.as_subclass(Sub), lambda h: h),
+def dropped(h):
+    return torch.nn.functional.dropout(h.sin(), 0.5)
+
+
+#: What makes an argument of a tensor, and the region's function.
+REFUSED = {
+    "tensor": (lambda x: x, dropped),
+    "nothing is drawn": (lambda x: x, torch.sin),
+    "namedtuple": (Pair, lambda h: dropped(h.x)),
+    "mapping": (lambda x: collections.OrderedDict(x=x), lambda h: dropped(h["x"])),
+    "subclass": (lambda x: x.as_subclass(Sub), dropped),
 }
 
 
-@pytest.mark.parametrize("form", CONTAINERS)
-def test_random_numbers_in_a_capture_are_refused_wherever_tensors_are(form):
-    make, get = CONTAINERS[form]
+@pytest.mark.parametrize("form", REFUSED)
+def test_random_numbers_in_a_capture_are_refused_wherever_tensors_are(form, capture):
+    make, function = REFUSED[form]
     x = torch.randn(16, 128).to("virtual").requires_grad_()
-    graph, side = virtual_device.Graph(), torch.Stream(device="virtual")
     torch.virtual.synchronize()
-    with pytest.raises(RuntimeError, match="draw none inside"), virtual_device.graph(graph, side):
-        gradckpt.checkpoint(lambda h: torch.nn.functional.dropout(get(h), 0.5), make(x * 1))
-    graph.reset()
+    says = "pass preserve_rng_state=False and draw none inside"
+    with pytest.raises(RuntimeError, match=says), virtual_device.graph(*capture):
+        gradckpt.checkpoint(function, make(x * 1))
 
 
-def test_random_numbers_of_a_captured_backward_are_refused():
+def test_random_numbers_of_a_captured_backward_are_refused(capture):
+    graph, side = capture
     x = torch.randn(16, 128).to("virtual").requires_grad_()
-    graph, side = virtual_device.Graph(), torch.Stream(device="virtual")
     torch.virtual.synchronize()
     with side:
-        y = gradckpt.checkpoint(lambda h: torch.nn.functional.dropout(h.sin(), 0.5), x * 1)
+        y = gradckpt.checkpoint(dropped, x * 1)
     with pytest.raises(RuntimeError, match="draw none inside"), virtual_device.graph(graph, side):
         y.sum().backward()
-    graph.reset()

@@ -20,12 +20,7 @@ SMALL = {"min_bytes": "1KiB"}
 CODECS = [None, "int8", "int4", "lossless", "fp8", "bf16", "sparse"]
 
 
-@pytest.fixture(autouse=True)
-def _host_codecs():
-    """They are faster than the kernels' emulation, whose bytes other tests compare."""
-    virtual_device.use_host_codecs(True)
-    yield
-    virtual_device.use_host_codecs(False)
+pytestmark = pytest.mark.usefixtures("host_codecs")
 
 
 @pytest.fixture(params=["cpu", "disk"])
@@ -181,15 +176,11 @@ def test_what_is_in_use_is_counted_when_it_is_asked_for():
     offload = gradckpt.Offload("cpu", host_budget="2MiB", min_bytes="1KiB", keep_last=0)
     x = torch.randn(4096, device="virtual").requires_grad_()
     loss = gradckpt.checkpoint(torch.sin, x * 1, compress=None, offload=offload).sum()
-    assert figures_now(offload)["memory_used"] > 0
+    assert place_of(offload).figures()["memory_used"] > 0
     del loss
     gc.collect()
     torch.virtual.synchronize()
-    assert figures_now(offload)["memory_used"] == 0
-
-
-def figures_now(offload):
-    return place_of(offload).figures()
+    assert place_of(offload).figures()["memory_used"] == 0
 
 
 def test_memory_that_the_cpu_took_is_pinned_for_a_device(tmp_path):
@@ -279,23 +270,19 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(offload):
     assert found["copies_out"] > 0
 
 
-def fields(offload):
-    names = ("place", "host_budget", "ring", "prefetch", "keep_last", "min_bytes", "directory", "fallback")
-    return {name: getattr(offload, name) for name in names}
-
-
 @pytest.mark.filterwarnings("ignore::gradckpt.GradckptInactiveWarning")
 def test_each_call_of_the_link_may_fail(offload):
     """An error, or the payload stays: never a wrong gradient, and the next step is right."""
     net, x = net_of(4), inputs(64)
-    small = {**fields(offload), "min_bytes": "1KiB"}
+    names = ("place", "host_budget", "ring", "prefetch", "keep_last", "directory", "fallback")
+    same = {name: getattr(offload, name) for name in names}
     want = train(net, x, steps=1, compress="int8")
     virtual_device.link_fails()
-    train(net, x, steps=2, compress="int8", offload=gradckpt.Offload(**small))
+    train(net, x, steps=2, compress="int8", offload=gradckpt.Offload(**same, **SMALL))
     calls = virtual_device.link_fails()
     errors = 0
     for call in range(1, calls + 1):
-        one = gradckpt.Offload(**{**small, "min_bytes": 1024 + call % 512})
+        one = gradckpt.Offload(**same, min_bytes=1024 + call % 512)
         virtual_device.link_fails(call)
         got = want
         with contextlib.suppress(RuntimeError):

@@ -19,11 +19,7 @@ PAYLOAD = ROWS * WIDTH * 4
 SIZES = [("auto", "auto", 1), ("auto", 0, 0), ("20KiB", 0, 3), ("30KiB", "10KiB", 1)]
 
 
-@pytest.fixture(autouse=True)
-def _host_codecs():
-    virtual_device.use_host_codecs(True)
-    yield
-    virtual_device.use_host_codecs(False)
+pytestmark = pytest.mark.usefixtures("host_codecs")
 
 
 def place_of(tmp_path, place="cpu", sizes=SIZES[0], **more):
@@ -72,6 +68,11 @@ class Work:
             self.gradients(self.forward(self.offload))
         torch.virtual.synchronize()
 
+    def capture_step(self):
+        """The gradients of a step, which is one graph."""
+        with self.captured():
+            return self.gradients(self.forward(self.offload))
+
     def other_input(self, seed):
         torch.virtual.synchronize()
         with torch.no_grad():
@@ -91,19 +92,34 @@ class Work:
                 graph.replay()
         torch.virtual.synchronize()
 
-    def check(self, found, seeds=(1,)):
-        """The graphs give the gradients of each of these inputs, in ``found``; and they end."""
+    def check(self, *found, seeds=(1,)):
+        """The graphs give the gradients of each of these inputs, in each of ``found``."""
         for seed in seeds:
             self.other_input(seed)
             self.launch()
-            assert same(found, self.expected())
-        assert virtual_device.kernel_errors() == 0
-        self.end()
+            want = self.expected()
+            assert all(same(each, want) for each in found)
 
     def end(self):
         for graph in self.graphs:
             graph.reset()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _graphs_end(monkeypatch):
+    """Those of all works of a test."""
+    works, make = [], Work.__init__
+
+    def made(work, *args, **options):
+        works.append(work)
+        make(work, *args, **options)
+
+    monkeypatch.setattr(Work, "__init__", made)
+    yield
+    for work in works:
+        work.end()
+    assert virtual_device.kernel_errors() == 0
 
 
 def same(found, want):
@@ -128,9 +144,7 @@ def test_a_whole_step(tmp_path, sizes, codec, warm):
     work = Work(codec, place_of(tmp_path, sizes=sizes))
     if warm:
         work.warm()
-    with work.captured():
-        found = work.gradients(work.forward(work.offload))
-    work.check(found, range(3))
+    work.check(work.capture_step(), seeds=range(3))
     assert offloaded()["copies_in"] > 0
 
 
@@ -145,7 +159,7 @@ def test_forward_and_backward_apart(tmp_path, place, sizes, saved, codec):
         loss = work.forward(work.offload)
     with work.captured():
         found = work.gradients(loss)
-    work.check(found, range(3))
+    work.check(found, seeds=range(3))
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -165,17 +179,13 @@ def test_a_captured_forward_and_plain_backwards(tmp_path, sizes):
         assert same(found[0], want)
         assert same(found[1], want)
     assert offloaded()["copies_in"] <= 4 * 2 * LAYERS  # none comes ahead of another launch
-    assert virtual_device.kernel_errors() == 0
-    del loss
-    work.end()
 
 
 def test_steps_between_launches_use_other_memory(tmp_path):
     """On the same place, with payloads that wait across a launch."""
     work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1)))
     work.warm()
-    with work.captured():
-        found = work.gradients(work.forward(work.offload))
+    found = work.capture_step()
     for seed in range(3):
         work.other_input(seed)
         want = work.expected()
@@ -186,8 +196,6 @@ def test_steps_between_launches_use_other_memory(tmp_path):
             plain = work.gradients(waiting)
         assert same(found, want)
         assert same(plain, want)
-    assert virtual_device.kernel_errors() == 0
-    work.end()
 
 
 def test_two_graphs_in_turn(tmp_path):
@@ -196,16 +204,10 @@ def test_two_graphs_in_turn(tmp_path):
     found = []
     for work in works:
         work.warm()
-        with work.captured():
-            found.append(work.gradients(work.forward(place)))
+        found.append(work.capture_step())
     for seed in range(3):
         for work, gradients in zip(works, found, strict=True):
-            work.other_input(seed)
-            work.launch()
-            assert same(gradients, work.expected())
-    assert virtual_device.kernel_errors() == 0
-    for work in works:
-        work.end()
+            work.check(gradients, seeds=[seed])
 
 
 def test_several_batches_in_one_capture_share_host_memory(tmp_path):
@@ -214,13 +216,7 @@ def test_several_batches_in_one_capture_share_host_memory(tmp_path):
     with work.captured():
         found = [work.gradients(work.forward(work.offload)) for _ in range(3)]
     assert offloaded()["memory_peak"] == LAYERS * PAYLOAD
-    for seed in range(2):
-        work.other_input(seed)
-        work.launch()
-        want = work.expected()
-        assert all(same(each, want) for each in found)
-    assert virtual_device.kernel_errors() == 0
-    work.end()
+    work.check(*found, seeds=range(2))
 
 
 @pytest.mark.parametrize("ring", ["20KiB", "1MiB"])
@@ -296,8 +292,7 @@ def test_memory_that_a_step_still_uses_is_waited_for(tmp_path):
 
 def test_a_place_lives_as_long_as_its_graphs(tmp_path):
     work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1)))
-    with work.captured():
-        found = work.gradients(work.forward(work.offload))
+    found = work.capture_step()
     work.offload = None
     for size in ("1MiB", "2MiB"):  # other places take its name
         with work.side:
@@ -319,8 +314,8 @@ def test_a_captured_backward_of_a_forward_before_it_is_refused(tmp_path):
 def test_what_host_memory_does_not_hold_stays_on_the_device(tmp_path):
     gradckpt.stats.reset()
     work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1), host_budget=f"{3 * PAYLOAD}B"))
-    with pytest.warns(gradckpt.GradckptInactiveWarning, match="no room is left"), work.captured():
-        found = work.gradients(work.forward(work.offload))
+    with pytest.warns(gradckpt.GradckptInactiveWarning, match="no room is left"):
+        found = work.capture_step()
     assert offloaded()["kept"] == LAYERS - 3
     work.check(found)
 
@@ -336,26 +331,19 @@ def test_each_call_of_the_link_fails_in_a_capture(tmp_path):
         work = Work("raw", place, layers=3)
         virtual_device.link_fails(call)
         try:
-            with work.captured():
-                found = work.gradients(work.forward(place))
+            found = work.capture_step()
         except RuntimeError:
             raised += 1
             virtual_device.link_fails()
             work.end()
             continue
         calls = max(calls, virtual_device.link_fails())
-        work.other_input(call)
-        work.launch()
-        assert same(found, work.expected())
+        work.check(found, seeds=[call])
         work.end()
     assert call > 50
     assert raised > 0
     work = Work("raw", place, layers=3)
-    with work.captured():
-        found = work.gradients(work.forward(place))
-    work.launch()
-    assert same(found, work.expected())
-    work.end()
+    work.check(work.capture_step())
 
 
 def test_graphs_end_while_the_main_thread_waits(tmp_path):
@@ -364,8 +352,7 @@ def test_graphs_end_while_the_main_thread_waits(tmp_path):
 
     def run():
         for _ in range(4):
-            with work.captured():
-                work.gradients(work.forward(work.offload))
+            work.capture_step()
             used.append(offloaded()["memory_used"])
             work.end()
 
@@ -382,8 +369,8 @@ def test_memory_that_cannot_be_pinned_serves_no_graph(tmp_path):
     work = Work("raw", place_of(tmp_path, sizes=("20KiB", 0, 1), host_budget="128KiB"))
     virtual_device.link_refuses_to_pin(True)
     try:
-        with pytest.warns(gradckpt.GradckptInactiveWarning, match="refuses to pin"), work.captured():
-            found = work.gradients(work.forward(work.offload))
+        with pytest.warns(gradckpt.GradckptInactiveWarning, match="refuses to pin"):
+            found = work.capture_step()
     finally:
         virtual_device.link_refuses_to_pin(False)
     work.check(found)

@@ -132,36 +132,32 @@ def saved_bytes(net, x):
 
 def measured(kind):
     """Rows of the table, and what each was measured by."""
-    virtual_device.use_host_codecs(True)
-    virtual_device.order_threads(True)
-    try:
-        net, x = net_of()
-        nbytes = x.nbytes if kind == "inputs" else saved_bytes(net, x)
-        rate = nbytes / (SPANS[kind] * forward_of_a_block(net, x))
-        plain, _, want = timed(net, x, rate)
-        rows, found = [], {}
-        if kind == "inputs":
-            with blocks_run(net, lambda block, x: torchs_checkpoint(block, x, use_reentrant=False)):
-                plain, _, _ = timed(net, x, rate)
-        for way in WAYS[kind]:
-            with way.run(net) as within, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                t, exposed, got = timed(net, x, rate, within)
-            for a, b in zip(got, want, strict=True):
-                torch.testing.assert_close(a, b, rtol=0, atol=0.05 if way.lossy else 1e-6)
-            (back, out), (bytes_back, bytes_out) = t.copies, (n / MIB for n in t.nbytes)
-            cells = f"{bytes_out:.2f}, {bytes_back:.2f} | {out}, {back} | {t.host_waits} | {exposed / plain.ends:.0%}"
-            rows.append(f"| {way.name} | {cells} |")
-            found[way.name] = t, exposed
-    finally:
-        virtual_device.use_host_codecs(False)
-        virtual_device.order_threads(False)
+    net, x = net_of()
+    nbytes = x.nbytes if kind == "inputs" else saved_bytes(net, x)
+    rate = nbytes / (SPANS[kind] * forward_of_a_block(net, x))
+    plain, _, want = timed(net, x, rate)
+    rows, found = [], {}
+    if kind == "inputs":
+        with blocks_run(net, lambda block, x: torchs_checkpoint(block, x, use_reentrant=False)):
+            plain, _, _ = timed(net, x, rate)
+    for way in WAYS[kind]:
+        with way.run(net) as within, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            t, exposed, got = timed(net, x, rate, within)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0.05 if way.lossy else 1e-6)
+        (back, out), (bytes_back, bytes_out) = t.copies, (n / MIB for n in t.nbytes)
+        cells = f"{bytes_out:.2f}, {bytes_back:.2f} | {out}, {back} | {t.host_waits} | {exposed / plain.ends:.0%}"
+        rows.append(f"| {way.name} | {cells} |")
+        found[way.name] = t, exposed
     return rows, found
 
 
+@pytest.mark.usefixtures("host_codecs")
 @pytest.mark.parametrize("kind", list(WAYS))
 def test_a_step_beside_theirs(kind):
-    rows, found = measured(kind)
+    with virtual_device.ordered_threads():
+        rows, found = measured(kind)
     (theirs, exposed), *ours = found.values()
     assert all(t.host_waits == 0 for t, _ in ours)
     assert all(t.copies[0] <= t.copies[1] for t, _ in ours)

@@ -218,7 +218,6 @@ def check(seed):
 
     None: torch alone leaves accesses unordered there.
     """
-    virtual_device.order_threads(True)  # threads hand over by join()
     exact = seed % 3 == 0
     virtual_device.late()
     virtual_device.reports()
@@ -253,24 +252,16 @@ IGNORED = (
 
 
 def run(seeds):
-    virtual_device.use_host_codecs(True)
-    try:
-        found = [check(seed) for seed in seeds]
-    finally:
-        virtual_device.use_host_codecs(False)
-        virtual_device.order_threads(False)
+    found = []
+    with virtual_device.host_codecs():
+        for seed in seeds:
+            with virtual_device.ordered_threads():  # they hand over by join()
+                found.append(check(seed))
     assert sum(one is None for one in found) <= len(found) // 25
     assert [words for one in found if one for words in one] == []
 
 
 @pytest.mark.filterwarnings(*IGNORED)
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [*range(3), *(pytest.param(n, marks=pytest.mark.soak) for n in range(3, 36))])
 def test_programs(part):
     run(range(part * PROGRAMS, (part + 1) * PROGRAMS))
-
-
-@pytest.mark.soak
-@pytest.mark.filterwarnings(*IGNORED)
-@pytest.mark.parametrize("part", range(10))
-def test_many_programs(part):
-    run(range(1000 + 500 * part, 1500 + 500 * part))

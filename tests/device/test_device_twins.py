@@ -60,16 +60,15 @@ def gradients(region):
     return [x.grad.cpu() for x in leaves]
 
 
+@pytest.mark.usefixtures("host_codecs")
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_an_answer_between_two_arguments_of_a_recompute(codec):
     want = gradients(lambda f, *args: f(*args))
-    virtual_device.use_host_codecs(True)
     for seed in range(40):
         virtual_device.random(seed)
         config = {"codec": codec, "min_numel": 0}
         got = gradients(lambda f, *args, config=config: gradckpt.checkpoint(f, *args, compress=config))
         assert all(torch.allclose(a, b, atol=0.1 if codec == "int8" else 0) for a, b in zip(got, want, strict=True))
-    virtual_device.use_host_codecs(False)
 
 
 @contextlib.contextmanager
@@ -86,14 +85,13 @@ def another_thread(work):
     interval, thread = sys.getswitchinterval(), threading.Thread(target=run)
     sys.setswitchinterval(5)  # a thread runs until it lets go of the lock by itself
     thread.start()
-    virtual_device.order_threads(True)
     try:
-        yield begin
+        with virtual_device.ordered_threads():
+            yield begin
     finally:
         ended.append(True)
         begin.set()
         thread.join()
-        virtual_device.order_threads(False)
         sys.setswitchinterval(interval)
 
 

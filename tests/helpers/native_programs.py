@@ -81,7 +81,7 @@ def led_library(folder):
 
 SANITIZERS = {"address": ("-fsanitize=address,undefined",), "thread": ("-fsanitize=thread",)}
 LEAVE_OUT = ("-DGCK_LEAVE_OUT_EDGES",)
-OPTIONS = ("-std=gnu11", "-g", "-O1", *WARNINGS, f"-I{CSRC}", f"-I{NATIVE}")
+OPTIONS = ("-std=gnu11", "-g", "-O1", *WARNINGS, "-Wno-unused-parameter", f"-I{CSRC}", f"-I{NATIVE}")
 #: Each request of csrc/offload for memory, or for a thread, is one of native/failing_memory.h.
 FAILING = tuple(
     f"-D{name}={name}_or_fail" for name in ("calloc", "realloc", "posix_memalign", "mmap", "pthread_create")

@@ -180,9 +180,14 @@ def random(seed):
     _call("virtual_set_mode", 1, seed)
 
 
-def order_threads(on):
-    """Take what one host thread waited for as known to all: their hand-overs are not seen."""
-    library().virtual_order_threads(int(on))
+@contextlib.contextmanager
+def ordered_threads():
+    """A block in which all know what one host thread waited for: their hand-overs are not seen."""
+    library().virtual_order_threads(1)
+    try:
+        yield
+    finally:
+        library().virtual_order_threads(0)
 
 
 class Timeline:
@@ -204,11 +209,6 @@ def timeline(rate):
     library().virtual_begin_timeline(rate)
     yield made
     made.read()
-
-
-def fill_when_freed(on):
-    """Fill blocks when they are freed, not only when they are used again."""
-    library().virtual_fill_when_freed(int(on))
 
 
 def pending(stream):
@@ -262,6 +262,17 @@ def use_host_codecs(on):
         _call("virtual_load_kernels", str(build_host_codecs()).encode(), 1)
     else:
         library().virtual_forget_host_codecs()
+
+
+@contextlib.contextmanager
+def host_codecs():
+    """A block in which they run: they are faster than the kernels' emulation, whose bytes other
+    tests compare."""
+    use_host_codecs(True)
+    try:
+        yield
+    finally:
+        use_host_codecs(False)
 
 
 def kernel_errors():
@@ -345,30 +356,13 @@ class _Device:
         return False
 
 
-@contextlib.contextmanager
-def _stream(stream):
-    if stream is None:
-        yield
-        return
-    with stream:
-        yield stream
-
-
-def _synchronize(device=None):
-    torch.accelerator.synchronize(_index(device))
-
-
-def _current_stream(device=None):
-    return torch.accelerator.current_stream(_index(device))
-
-
 def _default_stream(device=None):
     return torch.Stream(
         stream_id=0, device_index=_index(device), device_type=int(torch._C._autograd.DeviceType.PrivateUse1)
     )
 
 
-def _memory(name):
+def _of_a_device(name):
     return lambda device=None: getattr(torch.accelerator, name)(_index(device))
 
 
@@ -379,26 +373,18 @@ def _module():
     lib.virtual_default_generator.restype = ctypes.py_object
     generators = tuple(lib.virtual_default_generator(i) for i in range(2))
 
-    def manual_seed(seed):
-        generators[_index(None)].manual_seed(seed)
-
     def manual_seed_all(seed):
         for generator in generators:
             generator.manual_seed(seed)
-
-    def seed_all():
-        manual_seed_all(generators[0].seed())
 
     members = {
         "default_generators": generators,
         "device": _Device,
         "Stream": torch.Stream,
         "Event": torch.Event,
-        "stream": _stream,
+        "stream": lambda stream: stream or contextlib.nullcontext(),
         "set_stream": torch.accelerator.set_stream,
-        "current_stream": _current_stream,
         "default_stream": _default_stream,
-        "synchronize": _synchronize,
         "CUDAGraph": Graph,
         "graph": graph,
         "device_count": lambda: 2,
@@ -411,10 +397,10 @@ def _module():
         "_lazy_init": lambda: None,
         "_initialized": True,
         "_is_in_bad_fork": lambda: False,
-        "manual_seed": manual_seed,
+        "manual_seed": lambda seed: generators[_index(None)].manual_seed(seed),
         "manual_seed_all": manual_seed_all,
         "seed": lambda: generators[_index(None)].seed(),
-        "seed_all": seed_all,
+        "seed_all": lambda: manual_seed_all(generators[0].seed()),
         "initial_seed": lambda: generators[_index(None)].initial_seed(),
         "get_rng_state": lambda device=NAME: generators[_index(device)].get_state(),
         "set_rng_state": lambda state, device=NAME: generators[_index(device)].set_state(state),
@@ -424,9 +410,10 @@ def _module():
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16, torch.float32],
         "is_bf16_supported": lambda *_: True,
     }
-    for name in ("memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+    for name in ("current_stream", "synchronize", "memory_stats",
+                 "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
                  "reset_peak_memory_stats", "reset_accumulated_memory_stats"):  # fmt: skip
-        members[name] = _memory(name)
+        members[name] = _of_a_device(name)
     for name, member in members.items():
         setattr(module, name, member)
     return module

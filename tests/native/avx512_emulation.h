@@ -56,9 +56,45 @@ typedef uint64_t __mmask64;
         }                                                   \
         return r;                                           \
     }
+#define TERNARY(name, R, result, A, B, C, n, value)         \
+    OP R name(A a, B b, C c)                                \
+    {                                                       \
+        R r;                                                \
+        for (int i = 0; i < n; i++) {                       \
+            r.result[i] = value;                            \
+        }                                                   \
+        return r;                                           \
+    }
 #define INTEGERS(name, result, n, value) BINARY(name, __m512i, result, __m512i, __m512i, n, value)
 #define SHIFT(name, result, n, value)    BINARY(name, __m512i, result, __m512i, unsigned, n, value)
 #define FLOATS(name, value)              BINARY(name, __m512, f, __m512, __m512, 16, value)
+/* Where the mask has a bit, `value`; elsewhere the first operand. */
+#define MASKED(name, M, lanes, n, value)                    \
+    OP __m512i name(__m512i otherwise, M m, __m512i a, __m512i b) \
+    {                                                       \
+        for (int i = 0; i < n; i++) {                       \
+            otherwise.lanes[i] = m >> i & 1 ? value : otherwise.lanes[i]; \
+        }                                                   \
+        return otherwise;                                   \
+    }
+/* b where the mask has a bit. */
+#define BLEND(name, R, M, lanes, n)                         \
+    OP R name(M m, R a, R b)                                \
+    {                                                       \
+        for (int i = 0; i < n; i++) {                       \
+            a.lanes[i] = m >> i & 1 ? b.lanes[i] : a.lanes[i]; \
+        }                                                   \
+        return a;                                           \
+    }
+#define SIGNS(name, M, lanes, n, top)                       \
+    OP M name(__m512i a)                                    \
+    {                                                       \
+        M m = 0;                                            \
+        for (int i = 0; i < n; i++) {                       \
+            m |= (M)((M)(a.lanes[i] >> top) << i);          \
+        }                                                   \
+        return m;                                           \
+    }
 #define MASK(name, M, n, condition)                         \
     OP M name(__m512i a, __m512i b)                         \
     {                                                       \
@@ -67,6 +103,15 @@ typedef uint64_t __mmask64;
             m |= (M)((M)(condition) << i);                  \
         }                                                   \
         return m;                                           \
+    }
+
+/* The same bits, or the first of them. */
+#define CAST(name, R, A)                                    \
+    OP R name(A a)                                          \
+    {                                                       \
+        R r;                                                \
+        memcpy(&r, &a, sizeof r);                           \
+        return r;                                           \
     }
 
 /* ---- memory, constants, casts ---- */
@@ -123,23 +168,8 @@ OP __m256i _mm256_loadu_si256(const __m256i *p)
     return r;
 }
 
-OP __m512i _mm512_set1_epi32(int v)
-{
-    __m512i r;
-    for (int i = 0; i < 16; i++) {
-        r.i32[i] = v;
-    }
-    return r;
-}
-
-OP __m512i _mm512_set1_epi64(long long v)
-{
-    __m512i r;
-    for (int i = 0; i < 8; i++) {
-        r.u64[i] = (uint64_t)v;
-    }
-    return r;
-}
+UNARY(_mm512_set1_epi32, __m512i, i32, int, 16, a)
+UNARY(_mm512_set1_epi64, __m512i, u64, long long, 8, (uint64_t)a)
 
 OP __m512i _mm512_broadcast_i32x4(__m128i a)
 {
@@ -152,28 +182,9 @@ OP __m512i _mm512_broadcast_i32x4(__m128i a)
 
 OP __m512i _mm512_setzero_si512(void) { return _mm512_set1_epi32(0); }
 
-OP __m512 _mm512_set1_ps(float v)
-{
-    __m512 r;
-    for (int i = 0; i < 16; i++) {
-        r.f[i] = v;
-    }
-    return r;
-}
-
-OP __m512 _mm512_castsi512_ps(__m512i v)
-{
-    __m512 r;
-    memcpy(&r, &v, sizeof r);
-    return r;
-}
-
-OP __m512i _mm512_castps_si512(__m512 v)
-{
-    __m512i r;
-    memcpy(&r, &v, sizeof r);
-    return r;
-}
+UNARY(_mm512_set1_ps, __m512, f, float, 16, a)
+CAST(_mm512_castsi512_ps, __m512, __m512i)
+CAST(_mm512_castps_si512, __m512i, __m512)
 
 /* The upper half is undefined: made loud. */
 OP __m512i _mm512_castsi256_si512(__m256i v)
@@ -184,12 +195,7 @@ OP __m512i _mm512_castsi256_si512(__m256i v)
     return r;
 }
 
-OP __m256i _mm512_castsi512_si256(__m512i v)
-{
-    __m256i r;
-    memcpy(&r, &v, sizeof r);
-    return r;
-}
+CAST(_mm512_castsi512_si256, __m256i, __m512i)
 
 OP __m256i _mm512_extracti64x4_epi64(__m512i a, int half)
 {
@@ -261,93 +267,26 @@ INTEGERS(_mm512_maddubs_epi16, i16, 32,
 INTEGERS(_mm512_madd_epi16, u32, 16,
          (uint32_t)(a.i16[2 * i] * b.i16[2 * i]) + (uint32_t)(a.i16[2 * i + 1] * b.i16[2 * i + 1]))
 
-OP __m512i _mm512_mask_add_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m512i b)
-{
-    for (int i = 0; i < 16; i++) {
-        otherwise.u32[i] = m >> i & 1 ? a.u32[i] + b.u32[i] : otherwise.u32[i];
-    }
-    return otherwise;
-}
-
-OP __m512i _mm512_mask_sub_epi16(__m512i otherwise, __mmask32 m, __m512i a, __m512i b)
-{
-    for (int i = 0; i < 32; i++) {
-        otherwise.u16[i] = m >> i & 1 ? (uint16_t)(a.u16[i] - b.u16[i]) : otherwise.u16[i];
-    }
-    return otherwise;
-}
-
-OP __m512i _mm512_mask_add_epi8(__m512i otherwise, __mmask64 m, __m512i a, __m512i b)
-{
-    for (int i = 0; i < 64; i++) {
-        otherwise.u8[i] = m >> i & 1 ? (uint8_t)(a.u8[i] + b.u8[i]) : otherwise.u8[i];
-    }
-    return otherwise;
-}
-
-OP __m512i _mm512_mask_sub_epi8(__m512i otherwise, __mmask64 m, __m512i a, __m512i b)
-{
-    for (int i = 0; i < 64; i++) {
-        otherwise.u8[i] = m >> i & 1 ? (uint8_t)(a.u8[i] - b.u8[i]) : otherwise.u8[i];
-    }
-    return otherwise;
-}
-
-/* b where the mask has a bit. */
-OP __m512i _mm512_mask_blend_epi16(__mmask32 m, __m512i a, __m512i b)
-{
-    for (int i = 0; i < 32; i++) {
-        a.u16[i] = m >> i & 1 ? b.u16[i] : a.u16[i];
-    }
-    return a;
-}
-
-OP __m512 _mm512_mask_blend_ps(__mmask16 m, __m512 a, __m512 b)
-{
-    for (int i = 0; i < 16; i++) {
-        a.f[i] = m >> i & 1 ? b.f[i] : a.f[i];
-    }
-    return a;
-}
-
-OP __m512i _mm512_mask_xor_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m512i b)
-{
-    for (int i = 0; i < 16; i++) {
-        otherwise.u32[i] = m >> i & 1 ? a.u32[i] ^ b.u32[i] : otherwise.u32[i];
-    }
-    return otherwise;
-}
-
+MASKED(_mm512_mask_add_epi32, __mmask16, u32, 16, a.u32[i] + b.u32[i])
+MASKED(_mm512_mask_sub_epi16, __mmask32, u16, 32, (uint16_t)(a.u16[i] - b.u16[i]))
+MASKED(_mm512_mask_add_epi8, __mmask64, u8, 64, (uint8_t)(a.u8[i] + b.u8[i]))
+MASKED(_mm512_mask_sub_epi8, __mmask64, u8, 64, (uint8_t)(a.u8[i] - b.u8[i]))
+BLEND(_mm512_mask_blend_epi16, __m512i, __mmask32, u16, 32)
+BLEND(_mm512_mask_blend_ps, __m512, __mmask16, f, 16)
+MASKED(_mm512_mask_xor_epi32, __mmask16, u32, 16, a.u32[i] ^ b.u32[i])
 /* ---- masks ---- */
 
 MASK(_mm512_testn_epi32_mask, __mmask16, 16, (a.u32[i] & b.u32[i]) == 0)
 MASK(_mm512_cmplt_epu32_mask, __mmask16, 16, a.u32[i] < b.u32[i])
 MASK(_mm512_cmpgt_epu16_mask, __mmask32, 32, a.u16[i] > b.u16[i])
-MASK(_mm512_cmpgt_epi32_mask, __mmask16, 16, a.i32[i] > b.i32[i])
 
 MASK(_mm512_cmpeq_epi32_mask, __mmask16, 16, a.u32[i] == b.u32[i])
 MASK(_mm512_cmpeq_epi16_mask, __mmask32, 32, a.u16[i] == b.u16[i])
 MASK(_mm512_cmpgt_epi8_mask, __mmask64, 64, a.i8[i] > b.i8[i])
 MASK(_mm512_test_epi8_mask, __mmask64, 64, (a.u8[i] & b.u8[i]) != 0)
 
-OP __mmask64 _mm512_movepi8_mask(__m512i a)
-{
-    __mmask64 m = 0;
-    for (int i = 0; i < 64; i++) {
-        m |= (__mmask64)(a.u8[i] >> 7) << i;
-    }
-    return m;
-}
-
-OP __m512i _mm512_movm_epi16(__mmask32 m)
-{
-    __m512i r;
-    for (int i = 0; i < 32; i++) {
-        r.u16[i] = m >> i & 1 ? 0xFFFFu : 0;
-    }
-    return r;
-}
-
+SIGNS(_mm512_movepi8_mask, __mmask64, u8, 64, 7)
+UNARY(_mm512_movm_epi16, __m512i, u16, __mmask32, 32, a >> i & 1 ? 0xFFFFu : 0)
 /* ---- places ---- */
 
 /* Within each 128-bit lane of 16 bytes: the lower half from a, the upper from b. */
@@ -369,14 +308,7 @@ INTEGERS(_mm512_unpackhi_epi16, u16, 32, (i % 2 ? b : a).u16[i / 8 * 8 + 4 + i %
 INTEGERS(_mm512_unpacklo_epi32, u32, 16, (i % 2 ? b : a).u32[i / 4 * 4 + i % 4 / 2])
 INTEGERS(_mm512_unpackhi_epi32, u32, 16, (i % 2 ? b : a).u32[i / 4 * 4 + 2 + i % 4 / 2])
 
-OP __m512i _mm512_mask_shuffle_epi8(__m512i otherwise, __mmask64 m, __m512i a, __m512i b)
-{
-    const __m512i r = _mm512_shuffle_epi8(a, b);
-    for (int i = 0; i < 64; i++) {
-        otherwise.u8[i] = m >> i & 1 ? r.u8[i] : otherwise.u8[i];
-    }
-    return otherwise;
-}
+MASKED(_mm512_mask_shuffle_epi8, __mmask64, u8, 64, _mm512_shuffle_epi8(a, b).u8[i])
 
 /* Four 128-bit lanes: two of a, two of b, numbered by two bits each of `which`. */
 OP __m512i _mm512_shuffle_i64x2(__m512i a, __m512i b, int which)
@@ -393,23 +325,8 @@ OP __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int which)
     return _mm512_castsi512_ps(_mm512_shuffle_i64x2(_mm512_castps_si512(a), _mm512_castps_si512(b), which));
 }
 
-OP __m512 _mm512_permute_ps(__m512 a, int which)
-{
-    __m512 r;
-    for (int i = 0; i < 16; i++) {
-        r.f[i] = a.f[i / 4 * 4 + (which >> (2 * (i % 4)) & 3)];
-    }
-    return r;
-}
-
-OP __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b)
-{
-    __m512 r;
-    for (int i = 0; i < 16; i++) {
-        r.f[i] = (index.u32[i] & 16 ? b : a).f[index.u32[i] & 15];
-    }
-    return r;
-}
+BINARY(_mm512_permute_ps, __m512, f, __m512, int, 16, a.f[i / 4 * 4 + (b >> (2 * (i % 4)) & 3)])
+TERNARY(_mm512_permutex2var_ps, __m512, f, __m512, __m512i, __m512, 16, (b.u32[i] & 16 ? c : a).f[b.u32[i] & 15])
 
 /* ---- conversions ---- */
 
@@ -468,15 +385,8 @@ OP uint16_t half_of_float(float f)
 
 UNARY(_mm512_cvtph_ps, __m512, f, __m256i, 16, float_of_half(a.u16[i]))
 
-OP __m256i _mm512_cvtps_ph(__m512 a, int rounding)
-{
-    __m256i r;
-    for (int i = 0; i < 16; i++) {
-        r.u16[i] = half_of_float(a.f[i]);
-    }
-    (void)rounding;                                               /* nearest is the only one used */
-    return r;
-}
+/* Rounding b: to nearest is the only one used. */
+BINARY(_mm512_cvtps_ph, __m256i, u16, __m512, int, 16, ((void)b, half_of_float(a.f[i])))
 
 /* ---- floats ---- */
 
@@ -487,14 +397,7 @@ FLOATS(_mm512_div_ps, a.f[i] / b.f[i])
 FLOATS(_mm512_min_ps, a.f[i] < b.f[i] ? a.f[i] : b.f[i])          /* b if either is NaN */
 FLOATS(_mm512_max_ps, a.f[i] > b.f[i] ? a.f[i] : b.f[i])
 
-OP __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c)
-{
-    __m512 r;
-    for (int i = 0; i < 16; i++) {
-        r.f[i] = fmaf(a.f[i], b.f[i], c.f[i]);
-    }
-    return r;
-}
+TERNARY(_mm512_fmadd_ps, __m512, f, __m512, __m512, __m512, 16, fmaf(a.f[i], b.f[i], c.f[i]))
 
 /* Control 0x0B: the operand of larger magnitude, sign cleared; a number before a NaN. */
 OP __m512 _mm512_range_ps(__m512 a, __m512 b, int control)
@@ -520,15 +423,7 @@ INTEGERS(_mm512_mullo_epi16, u16, 32, (uint16_t)((uint32_t)a.u16[i] * b.u16[i]))
 MASK(_mm512_cmpeq_epi8_mask, __mmask64, 64, a.u8[i] == b.u8[i])
 MASK(_mm512_test_epi16_mask, __mmask32, 32, (a.u16[i] & b.u16[i]) != 0)
 UNARY(_mm512_cvtepu16_epi32, __m512i, u32, __m256i, 16, a.u16[i])
-
-OP __m512i _mm512_movm_epi8(__mmask64 m)
-{
-    __m512i r;
-    for (int i = 0; i < 64; i++) {
-        r.u8[i] = m >> i & 1 ? 0xFFu : 0;
-    }
-    return r;
-}
+UNARY(_mm512_movm_epi8, __m512i, u8, __mmask64, 64, a >> i & 1 ? 0xFFu : 0)
 
 OP __m512i _mm512_maskz_mov_epi8(__mmask64 m, __m512i v) { return _mm512_and_si512(_mm512_movm_epi8(m), v); }
 
@@ -542,13 +437,7 @@ OP __m512i _mm512_maskz_add_epi16(__mmask32 m, __m512i a, __m512i b)
     return _mm512_and_si512(_mm512_movm_epi16(m), _mm512_add_epi16(a, b));
 }
 
-OP __m512i _mm512_mask_or_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m512i b)
-{
-    for (int i = 0; i < 16; i++) {
-        otherwise.u32[i] = m >> i & 1 ? a.u32[i] | b.u32[i] : otherwise.u32[i];
-    }
-    return otherwise;
-}
+MASKED(_mm512_mask_or_epi32, __mmask16, u32, 16, a.u32[i] | b.u32[i])
 
 OP __m512i _mm512_inserti32x4(__m512i a, __m128i b, int lane)
 {
@@ -573,13 +462,7 @@ INTEGERS(_mm512_unpackhi_epi64, u64, 8, (i % 2 ? b : a).u64[i / 2 * 2 + 1])
 INTEGERS(_mm512_max_epi8, i8, 64, a.i8[i] > b.i8[i] ? a.i8[i] : b.i8[i])
 MASK(_mm512_test_epi32_mask, __mmask16, 16, (a.u32[i] & b.u32[i]) != 0)
 
-OP __m512i _mm512_mask_blend_epi32(__mmask16 m, __m512i a, __m512i b)
-{
-    for (int i = 0; i < 16; i++) {
-        a.u32[i] = m >> i & 1 ? b.u32[i] : a.u32[i];
-    }
-    return a;
-}
+BLEND(_mm512_mask_blend_epi32, __m512i, __mmask16, u32, 16)
 
 OP __m512i _mm512_mask_sub_epi32(__m512i otherwise, __mmask16 m, __m512i a, __m512i b)
 {
@@ -614,23 +497,8 @@ OP __m256i _mm256_permute2x128_si256(__m256i a, __m256i b, int which)
     return r;
 }
 
-OP __mmask32 _mm512_movepi16_mask(__m512i a)
-{
-    __mmask32 m = 0;
-    for (int i = 0; i < 32; i++) {
-        m |= (__mmask32)(a.u16[i] >> 15) << i;
-    }
-    return m;
-}
-
-OP __mmask16 _mm512_movepi32_mask(__m512i a)
-{
-    __mmask16 m = 0;
-    for (int i = 0; i < 16; i++) {
-        m |= (__mmask16)(a.u32[i] >> 31 << i);
-    }
-    return m;
-}
+SIGNS(_mm512_movepi16_mask, __mmask32, u16, 32, 15)
+SIGNS(_mm512_movepi32_mask, __mmask16, u32, 16, 31)
 
 OP __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how)
 {
@@ -665,9 +533,14 @@ OP __m512i _mm512_cvt_roundps_epi32(__m512 a, int rounding)
 #undef OP
 #undef UNARY
 #undef BINARY
+#undef TERNARY
 #undef INTEGERS
 #undef SHIFT
 #undef LOAD_SOME
 #undef FLOATS
 #undef MASK
+#undef MASKED
+#undef BLEND
+#undef SIGNS
+#undef CAST
 #endif

@@ -83,28 +83,17 @@ template <typename T> static inline T __ldg(const T *p) { return *p; }
 template <typename T> static inline T __ldcs(const T *p) { return *p; }
 template <typename T> static inline void __stcs(T *p, T v) { *p = v; }
 
-
 /* Blocks run one after the other: nothing comes in between. */
-static inline uint32_t atomicOr(uint32_t *p, uint32_t v)
-{
-    const uint32_t old = *p;
-    *p = old | v;
-    return old;
-}
-
-static inline uint32_t atomicExch(uint32_t *p, uint32_t v)
+static inline uint32_t emulated_exchange(uint32_t *p, uint32_t v)
 {
     const uint32_t old = *p;
     *p = v;
     return old;
 }
 
-static inline uint32_t atomicInc(uint32_t *p, uint32_t limit)
-{
-    const uint32_t old = *p;
-    *p = old >= limit ? 0 : old + 1;
-    return old;
-}
+static inline uint32_t atomicOr(uint32_t *p, uint32_t v) { return emulated_exchange(p, *p | v); }
+static inline uint32_t atomicExch(uint32_t *p, uint32_t v) { return emulated_exchange(p, v); }
+static inline uint32_t atomicInc(uint32_t *p, uint32_t limit) { return emulated_exchange(p, *p >= limit ? 0 : *p + 1); }
 
 static inline void __threadfence(void) {}
 static inline void __threadfence_system(void) {}
@@ -151,15 +140,13 @@ static inline unsigned emulated_round(float v, int exponent, int mantissa, unsig
     return above < below || (above == below && low % 2 != 0) ? low + 1 : low;
 }
 
-static inline unsigned emulated_float16(float v)
+static inline unsigned emulated_16(float v, int exponent, int mantissa, unsigned last)
 {
-    return isnan(v) ? 0x7FFFu : emulated_round(v, 5, 10, 0x7BFF) | (signbit(v) ? 0x8000u : 0u);
+    return isnan(v) ? 0x7FFFu : emulated_round(v, exponent, mantissa, last) | (signbit(v) ? 0x8000u : 0u);
 }
 
-static inline unsigned emulated_bfloat16(float v)
-{
-    return isnan(v) ? 0x7FFFu : emulated_round(v, 8, 7, 0x7F7F) | (signbit(v) ? 0x8000u : 0u);
-}
+static inline unsigned emulated_float16(float v) { return emulated_16(v, 5, 10, 0x7BFF); }
+static inline unsigned emulated_bfloat16(float v) { return emulated_16(v, 8, 7, 0x7F7F); }
 
 static inline uint32_t ptx_f16x2(float lower, float upper)
 {
@@ -441,21 +428,22 @@ static void run_block(unsigned threads)
 
 /* Shared by the .cu files of one library; the test reads and writes them.  Of a grid only
  * the blocks from emulated_first_block to emulated_last_block run: tests of index arithmetic. */
+#define EMULATED __attribute__((weak, visibility("default")))
 extern "C" {
-__attribute__((weak, visibility("default"))) int emulated_device = 0;
-__attribute__((weak, visibility("default"))) int emulated_driver = 13000;
-__attribute__((weak, visibility("default"))) int emulated_runtime = 13000;
-__attribute__((weak, visibility("default"))) int emulated_launches = 0;
-__attribute__((weak, visibility("default"))) int emulated_launch_device = -1;
-__attribute__((weak, visibility("default"))) int emulated_last_error = 0;    /* until cudaGetLastError() takes it   */
-__attribute__((weak, visibility("default"))) int emulated_sticky_error = 0;  /* a kernel crashed: all calls say so  */
-__attribute__((weak, visibility("default"))) int emulated_launch_error = 0;  /* of the one launch that fails ...    */
-__attribute__((weak, visibility("default"))) int emulated_good_launches = -1;  /* ... after so many; -1: none does  */
-__attribute__((weak, visibility("default"))) int emulated_lazy = 0;          /* kernels are loaded when launched    */
-__attribute__((weak, visibility("default"))) int emulated_capture = 0;       /* streams are being captured          */
-__attribute__((weak, visibility("default"))) int emulated_capture_mode = 0;  /* cudaStreamCaptureModeGlobal         */
-__attribute__((weak, visibility("default"))) unsigned emulated_first_block = 0;
-__attribute__((weak, visibility("default"))) unsigned emulated_last_block = 0xFFFFFFFFu;
+EMULATED int emulated_device = 0;
+EMULATED int emulated_driver = 13000;
+EMULATED int emulated_runtime = 13000;
+EMULATED int emulated_launches = 0;
+EMULATED int emulated_launch_device = -1;
+EMULATED int emulated_last_error = 0;    /* until cudaGetLastError() takes it   */
+EMULATED int emulated_sticky_error = 0;  /* a kernel crashed: all calls say so  */
+EMULATED int emulated_launch_error = 0;  /* of the one launch that fails ...    */
+EMULATED int emulated_good_launches = -1;  /* ... after so many; -1: none does  */
+EMULATED int emulated_lazy = 0;          /* kernels are loaded when launched    */
+EMULATED int emulated_capture = 0;       /* streams are being captured          */
+EMULATED int emulated_capture_mode = 0;  /* cudaStreamCaptureModeGlobal         */
+EMULATED unsigned emulated_first_block = 0;
+EMULATED unsigned emulated_last_block = 0xFFFFFFFFu;
 }
 
 namespace emulation {
@@ -565,9 +553,9 @@ enum { cudaSuccess = 0, cudaErrorNotReady = 600, cudaHostAllocPortable = 1, cuda
 
 /* Shared by the .cu files of one library; the test reads and writes them. */
 extern "C" {
-__attribute__((weak, visibility("default"))) int emulated_host_allocs = 0;  /* < 0: the next ones fail            */
-__attribute__((weak, visibility("default"))) int emulated_devices = EMULATED_DEVICES;
-__attribute__((weak, visibility("default"))) int emulated_capability[EMULATED_DEVICES] = {75, 90};  /* of each    */
+EMULATED int emulated_host_allocs = 0;  /* < 0: the next ones fail            */
+EMULATED int emulated_devices = EMULATED_DEVICES;
+EMULATED int emulated_capability[EMULATED_DEVICES] = {75, 90};  /* of each    */
 }
 
 static inline cudaError_t cudaGetDevice(int *device)
@@ -627,25 +615,18 @@ static const struct { cudaError_t error; const char *name, *text; } emulated_err
     {901, "cudaErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"},
 };
 
-static inline const char *cudaGetErrorName(cudaError_t error)
+static inline const char *emulated_word(cudaError_t error, bool name)
 {
     for (const auto &one : emulated_errors) {
         if (one.error == error) {
-            return one.name;
+            return name ? one.name : one.text;
         }
     }
     return "unrecognized error code";
 }
 
-static inline const char *cudaGetErrorString(cudaError_t error)
-{
-    for (const auto &one : emulated_errors) {
-        if (one.error == error) {
-            return one.text;
-        }
-    }
-    return "unrecognized error code";
-}
+static inline const char *cudaGetErrorName(cudaError_t error) { return emulated_word(error, true); }
+static inline const char *cudaGetErrorString(cudaError_t error) { return emulated_word(error, false); }
 
 static inline cudaError_t cudaGetDeviceCount(int *count)
 {
@@ -703,11 +684,6 @@ static inline cudaError_t cudaUserObjectCreate(cudaUserObject_t *object, void *,
     return emulation::answer(cudaSuccess);
 }
 
-static inline cudaError_t cudaGraphRetainUserObject(cudaGraph_t, cudaUserObject_t, unsigned, unsigned)
-{
-    return emulation::answer(cudaSuccess);
-}
-
 /* As CUDA does, refuses while a capture in global mode goes on. */
 static inline cudaError_t cudaHostAlloc(void **p, size_t nbytes, unsigned)
 {
@@ -723,6 +699,13 @@ static inline cudaError_t cudaHostAlloc(void **p, size_t nbytes, unsigned)
 typedef struct { int recorded; } *cudaEvent_t;
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHostRegisterPortable = 1 };
 typedef enum { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 } cudaMemcpyKind;
+
+#define NOTHING_TO_DO(name, ...) \
+    static inline cudaError_t name(__VA_ARGS__) { return emulation::answer(cudaSuccess); }
+NOTHING_TO_DO(cudaStreamWaitEvent, cudaStream_t, cudaEvent_t, unsigned)
+NOTHING_TO_DO(cudaEventSynchronize, cudaEvent_t)
+NOTHING_TO_DO(cudaHostUnregister, void *)
+NOTHING_TO_DO(cudaGraphRetainUserObject, cudaGraph_t, cudaUserObject_t, unsigned, unsigned)
 
 static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
 {
@@ -754,11 +737,6 @@ static inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t)
     return emulation::answer(cudaSuccess);
 }
 
-static inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned)
-{
-    return emulation::answer(cudaSuccess);
-}
-
 /* The first question finds it pending. */
 static inline cudaError_t cudaEventQuery(cudaEvent_t event)
 {
@@ -767,8 +745,6 @@ static inline cudaError_t cudaEventQuery(cudaEvent_t event)
     event->recorded = 0;
     return emulation::answer(pending ? (int)cudaErrorNotReady : (int)cudaSuccess);
 }
-
-static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return emulation::answer(cudaSuccess); }
 
 static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, cudaMemcpyKind, cudaStream_t)
 {
@@ -781,8 +757,6 @@ static inline cudaError_t cudaHostRegister(void *, size_t, unsigned)
 {
     return emulation::answer(emulated_host_allocs < 0 ? 2 : (int)cudaSuccess);
 }
-
-static inline cudaError_t cudaHostUnregister(void *) { return emulation::answer(cudaSuccess); }
 
 /* Of a driver that is absent: version 0, and no error. */
 static inline cudaError_t cudaDriverGetVersion(int *version)

@@ -7,13 +7,13 @@
 
 const gck_link gck_link_cuda = {.copy_out = NULL};
 
-int gck_is_captured_cuda(int index, void *stream, int *captured) { return (void)index, (void)stream, *captured = 0; }
-uint32_t *gck_words_cuda(int index, int n) { return (void)index, (void)n, NULL; }
+int gck_is_captured_cuda(int index, void *stream, int *captured) { return *captured = 0; }
+uint32_t *gck_words_cuda(int index, int n) { return NULL; }
 const char *gck_cuda_error(int status) { return gck_status_text(status); }
 
 int gck_compare_cuda(int index, void *stream, gck_bytes a, gck_bytes b, gck_lengths lengths, uint32_t *word)
 {
-    return (void)index, (void)stream, (void)a, (void)b, (void)lengths, (void)word, GCK_E_DEVICE;
+    return GCK_E_DEVICE;
 }
 
 #endif

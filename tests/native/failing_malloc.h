@@ -4,6 +4,7 @@
 #define FAILING_MALLOC_H
 
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 static long allocations, failing, alive;
@@ -23,6 +24,23 @@ void free_counted(void *memory)
 {
     alive -= memory != NULL;
     free(memory);
+}
+
+/* Call it again and again; in call k allocation number k fails, until none does.  1 where the status always says so, and
+ * nothing is left. */
+static inline int each_may_fail(int (*run)(const void *), const void *what, int no_memory)
+{
+    int status = no_memory;
+
+    for (failing = 1; status == no_memory; failing++) {
+        allocations = 0;
+        status = run(what);
+        if ((status != 0 && status != no_memory) || alive != 0 || (status == 0) != (allocations < failing)) {
+            printf("failing %ld: status %d, %ld left\n", failing, status, alive);
+            return 0;
+        }
+    }
+    return 1;
 }
 
 static uint64_t state = 1;

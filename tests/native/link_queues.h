@@ -63,7 +63,7 @@ static struct {
     int             threads;     /* else lazy                              */
     int             eager;       /* of 16: works that are done at each call */
     long            calls, bad_call, races, events, pins, pin_limit;
-    int             forever, cells_used, ranks_stay;
+    int             forever, cells_used;
 } q = {.lock = PTHREAD_MUTEX_INITIALIZER, .moved = PTHREAD_COND_INITIALIZER};
 
 /* What a copy in of this thread writes is not checked: it is the caller's own. */
@@ -172,7 +172,7 @@ static int q_step(void)
 {
     q_stream *found = NULL;
 
-    if (!q.ranks_stay && q_draw(&q.state, 64) == 0) {
+    if (q_draw(&q.state, 64) == 0) {
         q.streams[q_draw(&q.state, QUEUES)].rank = (int)q_draw(&q.state, 1000);
     }
     for (int i = 0; i < QUEUES; i++) {
@@ -312,7 +312,6 @@ static int q_fails(void)
 
 static int q_stream_new(int index, void **stream)
 {
-    (void)index;
     if (q_fails()) {
         return REFUSED;
     }
@@ -322,13 +321,11 @@ static int q_stream_new(int index, void **stream)
 
 static void q_stream_free(int index, void *stream)
 {
-    (void)index;
     q_stream_end(stream);
 }
 
 static int q_event_new(int index, void **event)
 {
-    (void)index;
     if (q_fails() || (*event = calloc(1, sizeof(q_event))) == NULL) {
         return REFUSED;
     }
@@ -338,7 +335,6 @@ static int q_event_new(int index, void **event)
 
 static void q_event_free(int index, void *event)
 {
-    (void)index;
     pthread_mutex_lock(&q.lock);
     q_point_drop(((q_event *)event)->point);
     pthread_mutex_unlock(&q.lock);
@@ -351,7 +347,6 @@ static int q_record(int index, void *event, void *stream)
     q_stream *s = stream;
     q_event *e = event;
 
-    (void)index;
     if (q_fails()) {
         return REFUSED;
     }
@@ -369,7 +364,6 @@ static int q_wait(int index, void *stream, void *event)
     q_stream *s = stream;
     q_event *e = event;
 
-    (void)index;
     if (q_fails()) {
         return REFUSED;
     }
@@ -387,7 +381,6 @@ static int q_ask(int index, void *event, int *done)
 {
     q_event *e = event;
 
-    (void)index;
     if (q_fails()) {
         return REFUSED;
     }
@@ -404,7 +397,6 @@ static int q_finish(int index, void *event)
 {
     q_event *e = event;
 
-    (void)index;
     if (q_fails()) {
         return REFUSED;
     }
@@ -438,7 +430,6 @@ static int q_copy(int index, void *stream, void *to, const void *from, int64_t n
 {
     q_copy_work *w;
 
-    (void)index;
     if (q_fails()) {
         return REFUSED;
     }
@@ -450,9 +441,6 @@ static int q_copy(int index, void *stream, void *to, const void *from, int64_t n
 
 static int q_pin(int index, void *memory, int64_t nbytes)
 {
-    (void)index;
-    (void)memory;
-    (void)nbytes;
     if (q_fails() || q.pins >= q.pin_limit) {
         return REFUSED;
     }
@@ -462,8 +450,6 @@ static int q_pin(int index, void *memory, int64_t nbytes)
 
 static void q_unpin(int index, void *memory)
 {
-    (void)index;
-    (void)memory;
     q.pins--;
 }
 

@@ -17,20 +17,17 @@ static struct {
 
 static int m_open(const char *directory)
 {
-    (void)directory;
     return 1 << 20;              /* no descriptor of the process */
 }
 
 static int m_file_system(int fd, int64_t *magic)
 {
-    (void)fd;
     *magic = 0;
     return 0;
 }
 
 static ssize_t m_write(int fd, const void *from, size_t nbytes, off_t offset)
 {
-    (void)fd;
     q_host_access(from, (int64_t)nbytes, 0);
     usleep(300);                                 /* others move on meanwhile */
     pthread_mutex_lock(&m.lock);
@@ -46,7 +43,6 @@ static ssize_t m_write(int fd, const void *from, size_t nbytes, off_t offset)
 
 static ssize_t m_read(int fd, void *to, size_t nbytes, off_t offset)
 {
-    (void)fd;
     q_host_access(to, (int64_t)nbytes, 1);
     usleep(0);
     pthread_mutex_lock(&m.lock);
@@ -58,7 +54,6 @@ static ssize_t m_read(int fd, void *to, size_t nbytes, off_t offset)
 
 static int m_close(int fd)
 {
-    (void)fd;
     free(m.bytes);
     m.bytes = NULL;
     m.size = 0;

@@ -18,6 +18,7 @@ enum { NODES = 4000, GRAPHS = 5, MOST = 8, RING = 16 << 10 };
 
 typedef struct {
     uint64_t graph;
+    int      used;
 } stream;
 
 typedef struct {
@@ -99,18 +100,16 @@ static int misuse(int is)
 }
 
 #define ALL_STREAMS 64
-static stream *all[ALL_STREAMS];
+static stream all[ALL_STREAMS];
 
 static int stream_new(int index, void **made)
 {
-    stream *s = calloc(1, sizeof *s);
-    int at = 0;
+    stream *s = all;
 
-    (void)index;
-    while (all[at] != NULL) {
-        at++;
+    while (s->used) {
+        s++;
     }
-    all[at] = s;
+    *s = (stream){0, 1};
     *made = s;
     streams++;
     return GCK_OK;
@@ -118,20 +117,12 @@ static int stream_new(int index, void **made)
 
 static void stream_free(int index, void *s)
 {
-    int at = 0;
-
-    (void)index;
-    while (all[at] != s) {
-        at++;
-    }
-    all[at] = NULL;
-    free(s);
+    ((stream *)s)->used = 0;
     streams--;
 }
 
 static int event_new(int index, void **made)
 {
-    (void)index;
     *made = calloc(1, sizeof(event));
     events++;
     return GCK_OK;
@@ -139,14 +130,12 @@ static int event_new(int index, void **made)
 
 static void event_free(int index, void *e)
 {
-    (void)index;
     free(e);
     events--;
 }
 
 static int record(int index, void *e, void *s)
 {
-    (void)index;
     *(event *)e = (event){((stream *)s)->graph, 1};
     return GCK_OK;
 }
@@ -157,7 +146,6 @@ static int wait(int index, void *s, void *e)
     const event *first = e;
     stream *then = s;
 
-    (void)index;
     if (first->graph == 0) {
         return misuse(then->graph != 0);
     }
@@ -170,42 +158,31 @@ static int wait(int index, void *s, void *e)
 
 static int is_done(int index, void *e, int *done)
 {
-    (void)index;
     *done = 1;
     return misuse(((event *)e)->graph != 0);
 }
 
 static int finish(int index, void *e)
 {
-    (void)index;
     return misuse(((event *)e)->graph != 0);
 }
 
-static int copy_out(int index, void *s, void *host, const void *device, int64_t nbytes)
+static int copy(int index, void *s, void *to, const void *from, int64_t nbytes)
 {
-    (void)index;
-    queue(s, (node){COPY, host, device, nbytes, 0});
+    queue(s, (node){COPY, to, from, nbytes, 0});
     return GCK_OK;
 }
 
-static int copy_in(int index, void *s, void *device, const void *host, int64_t nbytes)
-{
-    (void)index;
-    queue(s, (node){COPY, device, host, nbytes, 0});
-    return GCK_OK;
-}
-
-static int pin(int index, void *memory, int64_t nbytes) { return (void)index, (void)memory, (void)nbytes, GCK_OK; }
-static void unpin(int index, void *memory) { (void)index, (void)memory; }
-static int is_shared(int index, int *shared) { return (void)index, *shared = 0, GCK_OK; }
-static int graph_of(int index, void *s, uint64_t *number) { return (void)index, *number = ((stream *)s)->graph, GCK_OK; }
-static int unjoin(int index, void *s) { return (void)index, misuse(((stream *)s)->graph == 0); }
+static int pin(int index, void *memory, int64_t nbytes) { return GCK_OK; }
+static void unpin(int index, void *memory) {}
+static int is_shared(int index, int *shared) { return *shared = 0, GCK_OK; }
+static int graph_of(int index, void *s, uint64_t *number) { return *number = ((stream *)s)->graph, GCK_OK; }
+static int unjoin(int index, void *s) { return misuse(((stream *)s)->graph == 0); }
 
 static int at_end_of_graph(int index, void *s, void (*ended)(void *), void *data)
 {
     const uint64_t number = ((stream *)s)->graph;
 
-    (void)index;
     if (number == 0) {
         return misuse(1);
     }
@@ -216,7 +193,7 @@ static int at_end_of_graph(int index, void *s, void (*ended)(void *), void *data
 }
 
 static const gck_link at_once = {
-    stream_new, stream_free, event_new, event_free, record, wait, is_done, finish, copy_out, copy_in, pin, unpin,
+    stream_new, stream_free, event_new, event_free, record, wait, is_done, finish, copy, copy, pin, unpin,
     is_shared, graph_of, unjoin, at_end_of_graph,
 };
 
@@ -225,8 +202,8 @@ static void end_capture(uint64_t number)
     graphs[number - 1].open = 0;
     compute.graph = 0;
     for (int i = 0; i < ALL_STREAMS; i++) {
-        if (all[i] != NULL && all[i]->graph == number) {
-            all[i]->graph = 0;
+        if (all[i].graph == number) {
+            all[i].graph = 0;
         }
     }
 }

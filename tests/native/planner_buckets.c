@@ -3,18 +3,11 @@
  * Prints a digest of what it finds in each: built as for a CPU without AVX2 it prints the same. */
 #include "planner/slack_grid.c"
 
-#include <stdio.h>
+#include "failing_malloc.h"
+
 #include <string.h>
 
 enum { MOST = 700, OPTIONS = 9 };
-
-static uint64_t state = 1;
-
-static int64_t draw(int64_t least, int64_t most)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return least + (int64_t)((state >> 20) % (uint64_t)(most - least + 1));
-}
 
 /* A grid as set_next() leaves it: the label of a bucket may be of an earlier one. */
 static void draw_grid(gck_buckets *next, int shift, int64_t most_time)

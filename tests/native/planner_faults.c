@@ -7,9 +7,6 @@
 
 #include "failing_malloc.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-
 static void check(int good, const char *what)
 {
     if (!good) {

@@ -22,7 +22,6 @@ std::string take_reports();
 typedef void place_callback(char *text, size_t size);
 void set_place_callback(place_callback *callback);
 void find_place();
-/* find_place() was called for this operation. */
 
 }  /* namespace virtual_device */
 

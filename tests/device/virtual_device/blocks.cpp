@@ -58,7 +58,6 @@ std::map<uintptr_t, Block *> blocks;                     /* all of them, by addr
 std::map<uintptr_t, size_t> unused[DEVICES];             /* addresses without a segment */
 std::vector<Block *> held;
 Statistics statistics[DEVICES];
-bool fills_when_freed;
 
 void count(int device, Statistic which, int64_t nbytes, int64_t nblocks)
 {
@@ -69,10 +68,10 @@ void count(int device, Statistic which, int64_t nbytes, int64_t nblocks)
 std::set<Block *, Order> &pool_of(const Block *b) { return pools[{b->stream, b->graph, b->small}]; }
 
 /* An operation of the block's stream. */
-void fill(Block *b, const char *name)
+void fill(Block *b)
 {
     Stream *s = b->stream;
-    const Operation op = begin_operation(s, name);
+    const Operation op = begin_operation(s, "allocate");
     void *p = writable((void *)b->at);
     const size_t n = b->size;
 
@@ -126,9 +125,6 @@ bool is_free(const Block *b) { return b != nullptr && !b->allocated && !b->held;
 void to_pool(Block *b)
 {
     count(b->device, ACTIVE, -(int64_t)b->size, -1);
-    if (fills_when_freed && b->graph == nullptr) {
-        fill(b, "free");
-    }
     if (is_free(b->next)) {
         pool_of(b->next).erase(b->next);
         absorb(b, b->next);
@@ -231,8 +227,6 @@ void Count::add(int64_t n)
 
 Statistics &statistics_of(int device) { return statistics[device]; }
 
-void fill_when_freed(bool on) { fills_when_freed = on; }
-
 void *allocate(int device, size_t nbytes)
 {
     Lock lock;
@@ -248,11 +242,6 @@ void *allocate(int device, size_t nbytes)
     Block *b = size <= capacity() ? find(device, s, graph, size, small) : nullptr;
     if (b == nullptr && size <= capacity() && s->capture == nullptr) {
         statistics[device].retries++;
-        for (Stream *each : all_streams()) {
-            drain(each);
-            learn(each->clock);
-        }
-        release_held();
         empty_cache();
         b = find(device, s, graph, size, small);
     }
@@ -265,7 +254,7 @@ void *allocate(int device, size_t nbytes)
     count(device, ALLOCATED, (int64_t)b->size, 1);
     count(device, ACTIVE, (int64_t)b->size, 1);
     count(device, REQUESTED, (int64_t)nbytes, 1);
-    fill(b, "allocate");
+    fill(b);
     return (void *)b->at;
 }
 

@@ -5,6 +5,7 @@
 
 #include "gradckpt.h"
 
+#include <algorithm>
 #include <dlfcn.h>
 
 namespace virtual_device {
@@ -38,6 +39,11 @@ void *kernel_of(const gck_codec *codec, bool encodes)
     return symbol(kernels, std::string("gck_") + codec->name + (encodes ? "_encode_cuda" : "_decode_cuda"));
 }
 
+gck_bytes here(const gck_bytes &b)
+{
+    return {writable(b.codes), b.scales != nullptr ? writable(b.scales) : nullptr};
+}
+
 /* Arguments that live until the kernel runs, at the addresses of kernels. */
 struct Job {
     const gck_codec        *codec;
@@ -55,7 +61,7 @@ struct Job {
             t.data = writable(t.data);
             t.device = gck_device_index(t.device);
             t.sizes = own(t.sizes, t.ndim), t.strides = own(t.strides, t.ndim), t.steps = own(t.steps, t.ndim);
-            bytes[(size_t)i] = {writable(b[i].codes), b[i].scales != nullptr ? writable(b[i].scales) : nullptr};
+            bytes[(size_t)i] = here(b[i]);
             if (how != nullptr) {
                 gck_how h = how[i];
                 if (h.dither != nullptr) {
@@ -96,6 +102,16 @@ gck_lengths lengths_of(const gck_codec *codec, const gck_tensor &x)
     return {x.room != 0 ? x.room - scales : codes, scales};
 }
 
+void use_bytes(const Operation &op, const gck_bytes &b, gck_lengths n, bool writes, std::vector<Range> *ranges)
+{
+    const int64_t step[] = {1};
+
+    use_values(op, {b.codes, 1, 1, &n.codes, step}, writes, ranges);
+    if (n.scales > 0 && b.scales != nullptr) {
+        use_values(op, {b.scales, 1, 1, &n.scales, step}, writes, ranges);
+    }
+}
+
 void use(const Operation &op, const gck_codec *codec, const gck_tensor &x, const gck_bytes &b, bool encodes,
          std::vector<Range> *ranges)
 {
@@ -104,13 +120,9 @@ void use(const Operation &op, const gck_codec *codec, const gck_tensor &x, const
     const gck_lengths n = lengths_of(codec, x);
     const Values values = {x.data, (int64_t)gck_itemsize(x.dtype), dense ? 1 : x.ndim, dense ? one : x.sizes,
                            dense ? step : x.strides};
-    const int64_t codes[] = {n.codes}, scales[] = {n.scales};
 
     use_values(op, values, !encodes, ranges);
-    use_values(op, {b.codes, 1, 1, codes, step}, encodes, ranges);
-    if (n.scales > 0 && b.scales != nullptr) {
-        use_values(op, {b.scales, 1, 1, scales, step}, encodes, ranges);
-    }
+    use_bytes(op, b, n, encodes, ranges);
 }
 
 /* One by one; overflow is answered in the word, as kernels do. */
@@ -166,16 +178,6 @@ int try_launch(Job &job, bool encodes)
     return status;
 }
 
-bool is_stream(const void *p)
-{
-    for (const Stream *s : all_streams()) {
-        if (s == p) {
-            return true;
-        }
-    }
-    return false;
-}
-
 int launch(const gck_codec *codec, const gck_tensor *x, const gck_bytes *b, const gck_how *how, int n, bool encodes)
 {
     find_place();
@@ -183,7 +185,8 @@ int launch(const gck_codec *codec, const gck_tensor *x, const gck_bytes *b, cons
     Stream *s = x->stream != nullptr ? (Stream *)x->stream : current_stream(gck_device_index(x->device));
     std::vector<Range> ranges;
 
-    if (!is_stream(s) || s->device != gck_device_index(x->device)) {
+    const auto &streams = all_streams();
+    if (std::find(streams.begin(), streams.end(), s) == streams.end() || s->device != gck_device_index(x->device)) {
         return BAD_HANDLE;
     }
     for (int i = 0; i < n; i++) {
@@ -227,30 +230,25 @@ int compare(int index, void *s, gck_bytes a, gck_bytes b, gck_lengths lengths, u
     find_place();
     Lock lock;
     Stream *on = (Stream *)s;
-    const gck_bytes here[2] = {{writable(a.codes), a.scales != nullptr ? writable(a.scales) : nullptr},
-                               {writable(b.codes), b.scales != nullptr ? writable(b.scales) : nullptr}};
+    const gck_bytes both[2] = {here(a), here(b)};
     std::vector<Range> ranges;
-    const int64_t codes[] = {lengths.codes}, scales[] = {lengths.scales}, step[] = {1};
 
     if (on->device != index || on->capture != nullptr) {
         statuses++;                           /* there is no answer before a replay */
         return BAD_HANDLE;
     }
     const Operation op = begin_operation(on, intern("compare"));
-    for (const gck_bytes &one : here) {
-        use_values(op, {one.codes, 1, 1, codes, step}, false, &ranges);
-        if (lengths.scales > 0) {
-            use_values(op, {one.scales, 1, 1, scales, step}, false, &ranges);
-        }
+    for (const gck_bytes &one : both) {
+        use_bytes(op, one, lengths, false, &ranges);
     }
     queue(on, [=]() {
         if (host_codecs != nullptr) {
-            const bool same = memcmp(here[0].codes, here[1].codes, (size_t)lengths.codes) == 0
+            const bool same = memcmp(both[0].codes, both[1].codes, (size_t)lengths.codes) == 0
                            && (lengths.scales == 0
-                               || memcmp(here[0].scales, here[1].scales, (size_t)lengths.scales) == 0);
+                               || memcmp(both[0].scales, both[1].scales, (size_t)lengths.scales) == 0);
             *(volatile uint32_t *)word = same ? GCK_OVERFLOW_NONE : GCK_OVERFLOW_FOUND;
         } else {
-            statuses += ((compare_cuda *)symbol(kernels, "gck_compare_cuda"))(0, nullptr, here[0], here[1], lengths, word)
+            statuses += ((compare_cuda *)symbol(kernels, "gck_compare_cuda"))(0, nullptr, both[0], both[1], lengths, word)
                      != GCK_OK;
         }
     });

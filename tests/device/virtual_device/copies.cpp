@@ -21,15 +21,7 @@ at::Tensor alias_of(const at::Tensor &t) { return Aliases().of(t); }
 /* A CPU tensor of the same memory, without whatever Python knows of it. */
 at::Tensor without_python(const at::Tensor &cpu)
 {
-    at::Tensor t = view_of(cpu.storage(), cpu.dtype(), cpu.sizes(), cpu.strides(), cpu.storage_offset());
-
-    if (cpu.is_conj()) {
-        t._set_conj(true);
-    }
-    if (cpu.is_neg()) {
-        t._set_neg(true);
-    }
-    return t;
+    return view_like(cpu.storage(), cpu);
 }
 
 /* Now, and again by the graph. */

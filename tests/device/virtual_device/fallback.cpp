@@ -227,24 +227,17 @@ private:
             return t;
         }
         if (storage != nullptr) {
-            t = view_of(*storage, cpu.dtype(), cpu.sizes(), cpu.strides(), cpu.storage_offset());
-        } else {
-            t = new_tensor(device, cpu.sizes(), cpu.strides(), cpu.scalar_type());
-            drain(current_stream(device));               /* what fills it */
-            at::Tensor there = Aliases().of(t);
-            if (t.numel() > 0) {
-                memcpy(there.data_ptr(), cpu.data_ptr(), t.storage().nbytes());
-                use_tensor(again(started), t, true, ranges);
-            }
-            copied->push_back({number, there});
+            return view_like(*storage, cpu);
         }
-        if (cpu.is_conj()) {
-            t._set_conj(true);
+        t = new_tensor(device, cpu.sizes(), cpu.strides(), cpu.scalar_type());
+        drain(current_stream(device));                   /* what fills it */
+        at::Tensor there = Aliases().of(t);
+        if (t.numel() > 0) {
+            memcpy(there.data_ptr(), cpu.data_ptr(), t.storage().nbytes());
+            use_tensor(again(started), t, true, ranges);
         }
-        if (cpu.is_neg()) {
-            t._set_neg(true);
-        }
-        return t;
+        copied->push_back({number, there});
+        return with_bits_of(cpu, t);
     }
 
     c10::IValue convert_result(const c10::IValue &v, const Operation &started, std::vector<Range> *ranges,
@@ -306,15 +299,9 @@ void run_on_cpu(const c10::OperatorHandle &op, c10::Stack *stack)
     call.run(stack);
 }
 
-namespace {
-
-void fallback(const c10::OperatorHandle &op, c10::Stack *stack) { run_on_cpu(op, stack); }
-
-}  /* namespace */
-
 }  /* namespace virtual_device */
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m)
 {
-    m.fallback(torch::CppFunction::makeFromBoxedFunction<&virtual_device::fallback>());
+    m.fallback(torch::CppFunction::makeFromBoxedFunction<&virtual_device::run_on_cpu>());
 }

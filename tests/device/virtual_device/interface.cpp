@@ -69,8 +69,6 @@ void virtual_read_timeline(double found[6])
     found[5] = timeline.ends;
 }
 
-void virtual_fill_when_freed(int on) { fill_when_freed(on != 0); }
-
 void virtual_set_place_callback(place_callback *callback) { set_place_callback(callback); }
 
 const char *virtual_take_reports(void)

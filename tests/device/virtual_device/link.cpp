@@ -93,18 +93,8 @@ int wait_event(int, void *stream, void *event)
     return status;
 }
 
-int is_done(int, void *event, int *done)
-{
-    Lock lock(Lock::LEAVE);
-    const int status = may_fail();
-    const bool captured = ((Event *)event)->capture != nullptr;
-    Relaxed relaxed;
-
-    *done = status == GCK_OK && !captured && query((Event *)event);
-    return status == GCK_OK ? is_misused(captured) : status;
-}
-
-int finish(int, void *event)
+/* What the host asks of an event, which is not one of a capture. */
+template <typename F> int ask(void *event, F f)
 {
     Lock lock(Lock::LEAVE);
     const int status = may_fail();
@@ -112,9 +102,20 @@ int finish(int, void *event)
     Relaxed relaxed;
 
     if (status == GCK_OK && !captured) {
-        synchronise(*(Event *)event);
+        f((Event *)event);
     }
     return status == GCK_OK ? is_misused(captured) : status;
+}
+
+int is_done(int, void *event, int *done)
+{
+    *done = 0;
+    return ask(event, [done](Event *e) { *done = query(e); });
+}
+
+int finish(int, void *event)
+{
+    return ask(event, [](Event *e) { synchronise(*e); });
 }
 
 /* As cudaMemcpyAsync(): it blocks where the host's side is not pinned. */

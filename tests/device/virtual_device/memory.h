@@ -22,8 +22,6 @@ void *allocate(int device, size_t nbytes);
 void  deallocate(void *p);
 void  use_on_stream(void *p, Stream *s);
 void  empty_cache();
-/* Fill blocks when they are freed, too, not only when they are used again. */
-void  fill_when_freed(bool on);
 
 /* The bytes lie in one allocated block; otherwise a reason. */
 const char *why_outside(uintptr_t first, size_t nbytes);

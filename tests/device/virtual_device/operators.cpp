@@ -66,6 +66,18 @@ at::Tensor reshape_alias(const at::Tensor &self, Sizes sizes, Sizes strides)
     return at::native::_reshape_alias(self, sizes, strides);
 }
 
+std::vector<int64_t> contiguous(Sizes sizes)
+{
+    std::vector<int64_t> strides(sizes.size());
+    int64_t next = 1;
+
+    for (size_t d = sizes.size(); d-- > 0;) {
+        strides[d] = next;
+        next *= sizes[d] > 1 ? sizes[d] : 1;
+    }
+    return strides;
+}
+
 void give_sizes(const at::Tensor &self, Sizes sizes, Sizes strides, int64_t offset)
 {
     const size_t nbytes = at::detail::computeStorageNbytes(sizes, strides, self.itemsize(), (size_t)offset);
@@ -78,17 +90,10 @@ void give_sizes(const at::Tensor &self, Sizes sizes, Sizes strides, int64_t offs
 
 const at::Tensor &resize(const at::Tensor &self, Sizes sizes, Maybe<c10::MemoryFormat> format)
 {
-    std::vector<int64_t> strides(sizes.size());
-    int64_t next = 1;
-
     if (self.sizes() == sizes && !format.has_value()) {
         return self;
     }
-    for (size_t d = sizes.size(); d-- > 0;) {
-        strides[d] = next;
-        next *= sizes[d] > 1 ? sizes[d] : 1;
-    }
-    give_sizes(self, sizes, strides, self.storage_offset());
+    give_sizes(self, sizes, contiguous(sizes), self.storage_offset());
     if (format.has_value()) {
         self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
     }
@@ -97,15 +102,10 @@ const at::Tensor &resize(const at::Tensor &self, Sizes sizes, Maybe<c10::MemoryF
 
 at::Tensor &set_storage(at::Tensor &self, c10::Storage storage, int64_t offset, Sizes sizes, Sizes strides)
 {
-    std::vector<int64_t> contiguous(sizes.size());
-    int64_t next = 1;
+    const std::vector<int64_t> dense = contiguous(sizes);
 
-    for (size_t d = sizes.size(); d-- > 0;) {
-        contiguous[d] = next;
-        next *= sizes[d] > 1 ? sizes[d] : 1;
-    }
     self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
-    give_sizes(self, sizes, strides.size() == sizes.size() ? strides : Sizes(contiguous), offset);
+    give_sizes(self, sizes, strides.size() == sizes.size() ? strides : Sizes(dense), offset);
     return self;
 }
 
@@ -165,9 +165,6 @@ void convolution_backward(const c10::OperatorHandle &, c10::Stack *stack)
     run_on_cpu(op, stack);
 }
 
-/* The operator itself, where torch has another for devices without one. */
-void as_the_cpu(const c10::OperatorHandle &op, c10::Stack *stack) { run_on_cpu(op, stack); }
-
 }  /* namespace */
 
 }  /* namespace virtual_device */
@@ -194,6 +191,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("convolution_backward_overrideable",
            CppFunction::makeFromBoxedFunction<&virtual_device::convolution_backward>());
     for (const char *name : {"native_layer_norm", "native_group_norm", "native_dropout"}) {
-        m.impl(name, CppFunction::makeFromBoxedFunction<&as_the_cpu>());
+        m.impl(name, CppFunction::makeFromBoxedFunction<&run_on_cpu>());     /* torch has another for devices */
     }
 }

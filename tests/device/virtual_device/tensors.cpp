@@ -57,6 +57,18 @@ at::Tensor view_of(const c10::Storage &storage, const caffe2::TypeMeta &dtype, a
     return t;
 }
 
+at::Tensor with_bits_of(const at::Tensor &other, const at::Tensor &t)
+{
+    t._set_conj(other.is_conj());
+    t._set_neg(other.is_neg());
+    return t;
+}
+
+at::Tensor view_like(const c10::Storage &storage, const at::Tensor &t)
+{
+    return with_bits_of(t, view_of(storage, t.dtype(), t.sizes(), t.strides(), t.storage_offset()));
+}
+
 at::Tensor Aliases::of(const at::Tensor &t)
 {
     const c10::Storage &storage = t.storage();
@@ -80,13 +92,7 @@ at::Tensor Aliases::of(const at::Tensor &t)
                             data, storage.nbytes()});
         cpu = &storages.back().cpu;
     }
-    at::Tensor alias = view_of(*cpu, t.dtype(), t.sizes(), t.strides(), t.storage_offset());
-    if (t.is_conj()) {
-        alias._set_conj(true);
-    }
-    if (t.is_neg()) {
-        alias._set_neg(true);
-    }
+    at::Tensor alias = view_like(*cpu, t);
     if (t.unsafeGetTensorImpl()->is_wrapped_number()) {
         alias.unsafeGetTensorImpl()->set_wrapped_number(true);
     }

@@ -51,6 +51,11 @@ at::Tensor new_tensor(int device, at::IntArrayRef sizes, at::IntArrayRef strides
 at::Tensor view_of(const c10::Storage &storage, const caffe2::TypeMeta &dtype, at::IntArrayRef sizes,
                    at::IntArrayRef strides, int64_t offset);
 
+/* `t` is conjugated and negated where the other is, and is returned. */
+at::Tensor with_bits_of(const at::Tensor &other, const at::Tensor &t);
+/* The same view of another storage. */
+at::Tensor view_like(const c10::Storage &storage, const at::Tensor &t);
+
 /* The operation goes on after the memory of its results was filled. */
 Operation again(const Operation &op);
 
