@@ -17,6 +17,11 @@ from gradckpt.integrations.lightning import GradckptCallback
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 LAYERS, WIDTH, ROWS = 3, 64, 32
+#: What all Trainers are given.
+QUIET = {
+    **{"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False},
+    **{"enable_progress_bar": False, "enable_model_summary": False},
+}
 
 
 class Block(torch.nn.Module):
@@ -133,12 +138,15 @@ class Sharded(LateStack):
 
 
 class Record(pl.Callback):
+    """Gradients of the first step and the parameters at the end, as this rank holds them."""
+
     def __init__(self):
-        self.gradients = []
+        self.gradients = {}
 
     def on_after_backward(self, trainer, pl_module):
         if not self.gradients:
-            self.gradients = [local(p.grad) for p in pl_module.parameters() if p.grad is not None]
+            named = pl_module.named_parameters()
+            self.gradients = {name: local(p.grad) for name, p in named if p.grad is not None}
 
     def on_train_end(self, trainer, pl_module):
         self.parameters = [local(p) for p in pl_module.parameters()]
@@ -158,23 +166,14 @@ def strategy(how):
 def fit(how, wrap=lambda block: block, callback=None):
     gradckpt.stats.reset()
     module, record = Sharded(how, wrap), Record()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy(how),
-        max_epochs=1,
-        callbacks=[record] + ([callback] if callback else []),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [record] + ([callback] if callback else [])
+    trainer = pl.Trainer(**QUIET, devices=2, strategy=strategy(how), callbacks=callbacks)
     torch.manual_seed(3)
     trainer.fit(module, data(module, batches=6))
     stats = gradckpt.stats()
     return {
         "losses": module.losses,
-        "gradients": record.gradients,
+        "gradients": [*record.gradients.values()],
         "parameters": record.parameters,
         "compressed": stats["compressed"],
         "regions": stats["regions"],

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +19,7 @@ import torch
 import torch.utils.checkpoint
 import transformers
 import transformers.modeling_utils
-from checkout import ROOT
+import worlds
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint as early
@@ -262,6 +259,14 @@ def gradients(family: str, model: Any, **more: Any) -> tuple[torch.Tensor, dict[
     return loss.detach(), grads, torch.get_rng_state()
 
 
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Loss, every gradient and the RNG state afterwards, where there is one, to the last bit."""
+    assert torch.equal(ours[0], theirs[0])
+    assert ours[1].keys() == theirs[1].keys()
+    assert [name for name in ours[1] if not torch.equal(ours[1][name], theirs[1][name])] == []
+    assert all(map(torch.equal, ours[2:], theirs[2:]))
+
+
 def nonzero(grads: dict[str, torch.Tensor]) -> set[str]:
     return {name for name, g in grads.items() if g.any()}
 
@@ -311,9 +316,9 @@ def is_on(model):
     return getattr(model, f"is_{NAME}")
 
 
-def flag(kwargs=None):
+def flag(kwargs=None, name=NAME):
     """The arguments of a Trainer."""
-    return {NAME: True, f"{NAME}_kwargs": kwargs}
+    return {name: True, f"{name}_kwargs": kwargs}
 
 
 # ---- Callers of checkpoint, early and late, and the check that patched() left nothing behind.
@@ -352,11 +357,18 @@ def compressed(function, *args, **keywords):
 
 
 def equal(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    """Whether gradients, by name or in order, are equal; one that is missing is so in both."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and equal(a.values(), [b[name] for name in a])
+    return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def error(a, b):
-    a, b = (torch.cat([x.flatten() for x in tensors]) for tensors in (a, b))
+    """Of all gradients together, by name or in order."""
+    if isinstance(b, dict):
+        assert a.keys() == b.keys()
+        a, b = [a[name] for name in b], b.values()
+    a, b = (torch.cat([x.flatten().double() for x in tensors]) for tensors in (a, b))
     return ((a - b).norm() / b.norm()).item()
 
 
@@ -389,8 +401,4 @@ def nothing_left_behind():
 
 def alone(script):
     """Standard output of a program of its own."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return worlds.call("-c", textwrap.dedent(script)).stdout

@@ -1,23 +1,14 @@
 """Every model type of transformers in `gradckpt plan`, with the config that its class has by
-default: does it run, or say in one sentence why not?
-
-    python tests/helpers/model_types.py [--types llama,bert] [--part 0/2] [--settings plain,nf4]
-
-prints a line for each type and setting, and at the end a table of the refusals.
-"""
+default: does it run, or say in one sentence why not?"""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
 import re
 import signal
-import sys
 import tempfile
-import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,30 +127,3 @@ def _within(seconds: int, folder: str, model_type: str, setting: str) -> Answer:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--types", help="default: all")
-    parser.add_argument("--part", default="0/1", help="I/N: every N-th type, from the I-th")
-    parser.add_argument("--settings", default=",".join(SETTINGS))
-    chosen = parser.parse_args()
-    warnings.simplefilter("ignore")
-    part, parts = map(int, chosen.part.split("/"))
-    types = chosen.types.split(",") if chosen.types else sorted(auto.CONFIG_MAPPING_NAMES)[part::parts]
-    refused: dict[str, list[str]] = defaultdict(list)
-    wrong = 0
-    for answer in answers(types, chosen.settings.split(",")):
-        print(f"{answer.model_type} {answer.setting}: {answer.status} {answer.text.splitlines()[0][:200]}", flush=True)
-        wrong += answer.status not in (0, 2)
-        if answer.status == 2:
-            refused[re.sub(r"\d+|/\S+|'[^']*'|\b\w*[A-Z]\w*\b", "*", answer.text)[:100]].append(answer.model_type)
-    for why, names in sorted(refused.items(), key=lambda each: -len(each[1])):
-        print(f"| {why} | {', '.join(dict.fromkeys(names))} |")
-    print(f"{wrong} wrong")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    transformers.logging.set_verbosity_error()
-    sys.exit(main())

@@ -261,6 +261,27 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+def called(block, x):
+    return block(x)
+
+
+class Chain(nn.Module):
+    """A first layer and blocks of a class, each called by ``call``; the same weights each time."""
+
+    def __init__(self, kind, count, call=called, width=64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(kind() for _ in range(count))
+        self.call = call
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
 def fixed_costs(monkeypatch):
     """Times that do not depend on the machine: recomputing costs a third, codecs a little."""
 

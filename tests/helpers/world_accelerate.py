@@ -9,7 +9,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.state import AcceleratorState, PartialState
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import LlamaConfig, LlamaForCausalLM
-from world_torch import COMPRESS, clean, compare, full_state, gradients
+from world_torch import COMPRESS, beside, clean, full_state, gradients
 from worlds import RANK
 
 import gradckpt
@@ -110,12 +110,10 @@ def examine(version, hows, **options):
     found = {}
     for how in hows:
         mine = train(version, how, **options)
-        stats, model = mine["stats"], mine["model"]
+        model = mine["model"]
         found[how] = {
             "engine": type(model).__name__,
-            **compare(mine["gradients"], stock["gradients"]),
-            "same losses": mine["losses"] == stock["losses"],
-            **{key: stats[key] for key in ("regions", "recomputes", "eligible", "compressed", "bytes_in", "bytes_out")},
+            **beside(mine, stock),
             "wrapped": sum(map(is_checkpointed, model.modules())),
             "keys": {clean(key) for key in full_state(model)} == set(llama().state_dict()),
         }

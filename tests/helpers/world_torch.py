@@ -184,17 +184,38 @@ def compare(mine, stock):
     }
 
 
+COUNTED = ("regions", "recomputes", "eligible", "compressed", "bytes_in", "bytes_out", "compiled_tensors")
+
+
+def beside(mine, stock):
+    """What two runs have in common, and what the first counted."""
+    return {
+        **compare(mine["gradients"], stock["gradients"]),
+        "same losses": mine["losses"] == stock["losses"],
+        **{key: mine["stats"][key] for key in COUNTED},
+    }
+
+
+def assert_as_torchs(r, how, count):
+    """Equal without a codec; else with the error of int8, and so many tensors compressed."""
+    assert r["same losses"]
+    if how.endswith("None"):
+        assert r["equal"], "a gradient differs from that of torch's checkpointing"
+        assert r["compressed"] == 0
+    else:
+        assert r["compressed"] == r["eligible"] == count
+        assert 0 < r["error"] < 0.01
+        assert r["cosine"] > 0.9998
+
+
 def examine(make, ours=("None", "int8")):
     """What the tests assert of one engine."""
     stock = train(make, "torch")
     found = {}
     for how in ours:
         mine = train(make, how)
-        stats = mine["stats"]
         found[how] = {
-            **compare(mine["gradients"], stock["gradients"]),
-            "same losses": mine["losses"] == stock["losses"],
-            **{key: stats[key] for key in ("regions", "recomputes", "eligible", "compressed", "bytes_in", "bytes_out")},
+            **beside(mine, stock),
             "wrapped": count(mine["model"]),
             "keys": full_state(mine["model"]).keys()
             == Model(getattr(make, "keywords", {}).get(UNUSED)).state_dict().keys(),
@@ -296,8 +317,7 @@ def offloaded_engines():
 def offloaded(make, how, plain):
     mine = train(make, f"disk {how}", steps=2)
     return {
-        **compare(mine["gradients"], plain["gradients"]),
-        "same losses": mine["losses"] == plain["losses"],
+        **beside(mine, plain),
         "figures": figures(),
         "live_bytes": gradckpt.stats()["live_bytes"],
         "budget": disk(how, VALUES, 2).host_budget,

@@ -9,7 +9,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from checkout import HELPERS, ROOT
+from checkout import EXAMPLES, HELPERS, ROOT
 from processes import PATH
 
 # ---- Worlds of two processes on gloo: :func:`run` starts them; each writes down what it found,
@@ -156,12 +156,26 @@ ENV = {
 LAUNCH = ["-m", "gradckpt.run"]
 
 
-def call(*command, cwd, status=0, env=ENV):
+def call(*command, cwd=None, status=0, env=ENV, timeout=300):
     """A Python process: its output, with the exit status that is expected."""
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == status, done.stdout + done.stderr
     return done
+
+
+def tests_pass(file, env):
+    """All tests of a file, in a process of their own."""
+    out = call("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", file, env=env, timeout=500).stdout
+    assert " passed" in out
+    assert "skipped" not in out
+
+
+def example_passes(name, *options, env):
+    """An example with three steps of eight regions, which checks by itself what it says."""
+    out = call(EXAMPLES / f"{name}.py", *options, env=env, timeout=500).stdout
+    assert "FAILED" not in out
+    assert "24 regions" in out
 
 
 def script(folder, text, name="script.py"):

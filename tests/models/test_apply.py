@@ -96,6 +96,16 @@ def test_parametrized_modules():
     assert regions_of(model) == 4
 
 
+def test_running_statistics_are_updated_once_unless_as_torch_does():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with gradckpt.enable(model, None, modules=nn.BatchNorm1d):
+        regions_of(model)
+        assert model[1].num_batches_tracked == 1
+    gradckpt.enable(model, None, modules=nn.BatchNorm1d, buffers="torch")
+    regions_of(model)
+    assert model[1].num_batches_tracked == 3
+
+
 def test_a_cache_does_not_hide_the_module_from_the_buffers():
     norm = nn.BatchNorm1d(8)
     x = torch.randn(4, 8, requires_grad=True)
@@ -214,9 +224,9 @@ def test_repr_is_a_table():
         model, None, modules={"attention": {"codec": "int4", "fake_quantize": True}, "mlp": {"early_stop": False}}
     )
     assert repr(handle).splitlines() == [
-        "<gradckpt handle: 4 modules of LlamaForCausalLM",
-        "  model.layers.*.self_attn     2 x LlamaAttention  int4, fake_quantize=True",
-        "  model.layers.*.mlp           2 x LlamaMLP        uncompressed, early_stop=False>",
+        "<gradckpt handle: 6 modules of LlamaForCausalLM",
+        "  model.layers.*.self_attn     3 x LlamaAttention  int4, fake_quantize=True",
+        "  model.layers.*.mlp           3 x LlamaMLP        uncompressed, early_stop=False>",
     ]
     assert (
         repr(model.model.layers[0].mlp.forward) == "<checkpointed forward of LlamaMLP: uncompressed, early_stop=False>"

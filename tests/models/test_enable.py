@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import logging
-import os
 import pickle
 import re
 from pathlib import Path
@@ -22,13 +21,8 @@ from tiny_models import regions_of
 from torch import nn
 
 import gradckpt
+from gradckpt._engine.selective import ForwardContext
 from gradckpt._models.inactivity import is_on
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-transformers = pytest.importorskip("transformers")
-
-from gradckpt import policies  # noqa: E402
-from gradckpt._engine.selective import ForwardContext  # noqa: E402
 
 DOC = Path(__file__).parents[2] / "docs" / "apply.md"
 
@@ -123,12 +117,9 @@ def test_where_nothing_can_be_chosen(make, message):
 
 CALLS = [
     (("layer",), {}, ValueError, "'layer' selects modules; pass modules='layer'"),
-    (("*.mlp",), {}, ValueError, r"'\*\.mlp' selects modules; pass modules='\*\.mlp'"),
     ((Block,), {}, TypeError, "Block selects modules; pass modules=Block"),
-    (([Block, Other],), {}, TypeError, r"\[Block, Other\] selects modules; pass modules=\[Block, Other\]"),
     (({"layer": "int8", Block: None},), {}, ValueError, r"{'layer': 'int8', Block: None} selects modules"),
     (({"codecs": "int8"},), {}, ValueError, "unknown field 'codecs'"),
-    ((), {"modules": "int8"}, ValueError, "no module matches 'int8'; it is a codec: pass compress='int8'"),
     ((8,), {}, TypeError, "compress= takes None, True, a codec name"),
     (
         (),
@@ -136,15 +127,10 @@ CALLS = [
         ValueError,
         r"'fake_quantize' is a field of compress=; pass compress={\"fake_quantize\": True}",
     ),
-    ((), {"module": "layer"}, ValueError, r"unknown option 'module'; did you mean 'modules'\?"),
-    ((), {"every_n_layer": 2}, ValueError, r"unknown option 'every_n_layer'; did you mean 'every_n_layers'\?"),
     ((), {"zip": 2}, ValueError, "unknown option 'zip'; choose one of: compress, .*modules"),
     ((), {"every_n_layers": 0}, ValueError, "every_n_layers is 1 or more"),
     ((), {"every_n_layers": 1.5}, TypeError, "every_n_layers is an int"),
-    ((), {"offload": 1}, TypeError, "offload is True, False, 'cpu', 'disk' or a"),
-    ((), {"offload": "tape"}, ValueError, "offload='tape' is no place.*'disk'"),
     ((), {"debug": 1}, TypeError, "debug is True or False"),
-    ((), {"modules": 7}, TypeError, "modules are selected by class"),
 ]
 
 
@@ -154,16 +140,6 @@ def test_calls_that_are_wrong(args, keywords, error, message):
     with pytest.raises(error, match=f"^gradckpt: {message}"):
         gradckpt.enable(model, *args, **keywords)
     assert regions_of(model, torch.randn(2, 64)) == 0
-
-
-def test_float64_is_named():
-    model = net().double()
-    gradckpt.stats.reset()
-    gradckpt.enable(model)
-    model(torch.randn(32, 64, dtype=torch.float64)).sum().backward()
-    assert gradckpt.stats()["uncompressed"] == {"float64, which no codec takes": 4}
-    with pytest.warns(gradckpt.GradckptInactiveWarning, match="float64, which no codec takes"):
-        model(torch.randn(32, 64, dtype=torch.float64)).sum().backward()
 
 
 # ---- keywords ----
@@ -188,6 +164,11 @@ VALUES = {
     "plan": "plan.json",
     "optimizer": None,  # of each model its own
 }
+
+
+#: What the settings of a region show as it was given.
+OF_A_REGION = {"preserve_rng_state", "determinism_check", "debug", "early_stop", "buffers"}
+OF_A_REGION |= {"offload", "recompute", "parts", "tiles"}
 
 
 def documented():
@@ -236,17 +217,7 @@ def test_every_pair_of_keywords(entry_point):
         exact = {"policy", "context_fn"} & pair and "compress" not in pair
         assert (config and config.codec) == (None if exact else VALUES["compress"] if "compress" in pair else "int8")
         for settings in handle.modules.values():
-            for key in pair & {
-                "preserve_rng_state",
-                "determinism_check",
-                "debug",
-                "early_stop",
-                "buffers",
-                "offload",
-                "recompute",
-                "parts",
-                "tiles",
-            }:
+            for key in pair & OF_A_REGION:
                 assert settings[key] == (gradckpt.Offload() if key == "offload" else VALUES[key]), pair
             assert ("context_fn" in settings) == bool({"policy", "context_fn"} & pair), pair
 
@@ -254,32 +225,27 @@ def test_every_pair_of_keywords(entry_point):
 # ---- again ----
 
 
-def entry_points():
-    return {
-        "transformers": {},
-        "own": {"modules": "layer"},
-        "other modules": {"modules": "mlp"},
-    }
+ENTRY_POINTS = {"transformers": {}, "own": {"modules": "layer"}, "other modules": {"modules": "mlp"}}
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "save_matmuls:int8"}, {"debug": True}, {"offload": True}], ids=str)
-@pytest.mark.parametrize("entry_point", entry_points())
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_equal_arguments_do_nothing(entry_point, options):
     model = llama()
-    gradckpt.enable(model, **entry_points()[entry_point], **options)
+    gradckpt.enable(model, **ENTRY_POINTS[entry_point], **options)
     before = [dict(vars(module)) for module in model.modules()]
-    handle = gradckpt.enable(model, **entry_points()[entry_point], **options)
+    handle = gradckpt.enable(model, **ENTRY_POINTS[entry_point], **options)
     after = [dict(vars(module)) for module in model.modules()]
     assert all(new.keys() == old.keys() for new, old in zip(after, before, strict=True))
     assert all(new[key] is old[key] for new, old in zip(after, before, strict=True) for key in old)
     assert len(handle.modules) == LAYERS
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(entry_points(), 2)))
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(ENTRY_POINTS, 2)))
 def test_other_modules_take_the_place_of_the_first(first, second):
     model = llama()
-    handle = gradckpt.enable(model, **entry_points()[first])
-    gradckpt.enable(model, "int4", **entry_points()[second])
+    handle = gradckpt.enable(model, **ENTRY_POINTS[first])
+    gradckpt.enable(model, "int4", **ENTRY_POINTS[second])
     names = "model.layers.{}.mlp" if second == "other modules" else "model.layers.{}"
     assert list(handle.modules) == [names.format(i) for i in range(LAYERS)]
     assert config_of(handle).codec == "int4"
@@ -293,13 +259,13 @@ def test_other_modules_take_the_place_of_the_first(first, second):
 @pytest.mark.parametrize(
     "options", [{"compress": "int4"}, {"policy": "save_matmuls"}, {"debug": True}, {"every_n_layers": 2}], ids=str
 )
-@pytest.mark.parametrize("entry_point", entry_points())
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_other_arguments_change_what_was_done(entry_point, options):
     model = llama()
-    handle = gradckpt.enable(model, **entry_points()[entry_point])
-    gradckpt.enable(model, **{**entry_points()[entry_point], **options})
+    handle = gradckpt.enable(model, **ENTRY_POINTS[entry_point])
+    gradckpt.enable(model, **{**ENTRY_POINTS[entry_point], **options})
     fresh = llama()
-    expected = gradckpt.enable(fresh, **{**entry_points()[entry_point], **options})
+    expected = gradckpt.enable(fresh, **{**ENTRY_POINTS[entry_point], **options})
     assert handle.modules.keys() == expected.modules.keys()
     assert config_of(handle) == config_of(expected)
     assert repr(handle) == repr(expected)
@@ -346,10 +312,10 @@ def test_what_others_changed_since_is_changed_back():
     assert len(handle.modules) == LAYERS
 
 
-@pytest.mark.parametrize("entry_point", entry_points())
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_a_failed_call_leaves_what_there_was(entry_point, monkeypatch):
     model = llama()
-    handle = gradckpt.enable(model, **entry_points()[entry_point])
+    handle = gradckpt.enable(model, **ENTRY_POINTS[entry_point])
     if entry_point == "transformers":
         on(model, {"compress": "int4"})
     before, modules = [dict(vars(module)) for module in model.modules()], handle.modules
@@ -424,37 +390,18 @@ def test_a_shallow_copy_of_a_model_is_undone_with_it():
 
 
 aten = torch.ops.aten
-EVERY = [
-    "save_attention",
-    "save_matmuls",
-    "every_other_matmul",
-    "save_attention|save_matmuls",
-    policies.save_attention | policies.discrete,
-    [aten.mm.default],
-    {aten.mm.default: True},
-]
-
-
-def two_layers():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    return transformers.LlamaForCausalLM(config).train()
 
 
 def losses_and_gradients(model):
     model.zero_grad()
-    ids = torch.arange(32).view(2, 16)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
     return loss.item(), [p.grad.clone() for p in model.parameters()]
 
 
 def assert_equal(got, want):
     assert got[0] == want[0]
-    for a, b in zip(got[1], want[1], strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, got[1], want[1]))
 
 
 @pytest.fixture
@@ -468,13 +415,14 @@ def kept(monkeypatch):
     return storages
 
 
-@pytest.mark.parametrize("policy", EVERY, ids=str)
+@pytest.mark.parametrize("policy", ["save_attention|save_matmuls", [aten.mm.default]], ids=str)
 def test_a_policy(policy, kept):
-    want = losses_and_gradients(two_layers())
-    model = two_layers()
+    """All forms: test_checkpoint_policy.py."""
+    want = losses_and_gradients(llama())
+    model = llama()
     with gradckpt.enable(model, compress=None, policy=policy):
         assert_equal(losses_and_gradients(model), want)
-        assert len(kept) == 2
+        assert len(kept) == LAYERS
         assert all(storage for storage in kept)
     kept.clear()
     assert_equal(losses_and_gradients(model), want)
@@ -482,18 +430,18 @@ def test_a_policy(policy, kept):
 
 
 def test_compressed_saves_and_inputs():
-    want, model = losses_and_gradients(two_layers()), two_layers()
+    want, model = losses_and_gradients(llama()), llama()
     gradckpt.stats.reset()
     with gradckpt.enable(model, compress={"codec": "int8", "min_numel": 1}, policy={aten.mm.default: "int8"}):
         loss, grads = losses_and_gradients(model)
     assert loss == want[0]
-    assert gradckpt.stats()["compressed"] >= 2 + 2 * 4  # inputs of two layers, and products of at least 1024 values
+    assert gradckpt.stats()["compressed"] == LAYERS * (1 + 7)  # inputs and products
     for a, b in zip(grads, want[1], strict=True):
         assert 0 < (a - b).norm() < 0.05 * b.norm() or torch.equal(a, b)
 
 
 def test_kwargs_of_transformers(kept):
-    want, model = losses_and_gradients(two_layers()), two_layers()
+    want, model = losses_and_gradients(llama()), llama()
     gradckpt.enable(model, compress=None, policy="save_attention")
     model_families.turn_on(model, {"policy": "save_matmuls"})
     assert_equal(losses_and_gradients(model), want)
@@ -505,20 +453,16 @@ def test_kwargs_of_transformers(kept):
 
 
 def test_policies_of_modules(kept):
-    want, model = losses_and_gradients(two_layers()), two_layers()
+    want, model = losses_and_gradients(llama()), llama()
     with gradckpt.enable(
         model, None, modules={"mlp": {"policy": "save_matmuls"}, "attention": {"policy": None}}, policy="discrete"
     ):
         assert_equal(losses_and_gradients(model), want)
-        assert [list(storage) for storage in kept if aten.mm.default in storage] == [[aten.mm.default]] * 2
+        assert [list(storage) for storage in kept if aten.mm.default in storage] == [[aten.mm.default]] * LAYERS
 
 
 def test_wrong_policies():
-    model = two_layers()
-    with pytest.raises(ValueError, match=r"unknown policy 'save_all'; choose one of: save_matmuls, save_attention"):
-        gradckpt.enable(model, policy="save_all")
-    with pytest.raises(ValueError, match="unknown codec 'zip'"):
-        gradckpt.enable(model, policy="save_matmuls:zip")
+    model = llama()
     with pytest.raises(TypeError, match=r"a policy is .*; not int"):
         gradckpt.enable(model, policy=3)
     with pytest.raises(ValueError, match=r"aten\.mm\.default"):
@@ -532,4 +476,4 @@ def test_wrong_policies():
         with pytest.raises(ValueError, match=said):
             model_families.turn_on(model, kwargs)
     with pytest.raises(ValueError, match="exclude each other"):
-        gradckpt.enable(two_layers(), None, modules={"mlp": {"policy": "save_matmuls", "context_fn": lambda: None}})
+        gradckpt.enable(llama(), None, modules={"mlp": {"policy": "save_matmuls", "context_fn": lambda: None}})

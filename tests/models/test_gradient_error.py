@@ -236,12 +236,6 @@ def test_an_input_that_requires_grad_keeps_its_gradient():
     assert x.grad is None
 
 
-def test_a_model_that_is_measured_twice_gives_the_same_figures():
-    model = prepared(False)
-    first, second = (gradckpt.gradient_error(model, batch()) for _ in range(2))
-    assert first == second
-
-
 def test_what_compressed_nothing_has_no_error_and_is_no_step_of_the_training():
     """No GradckptInactiveWarning either, which pytest would raise."""
     gradckpt.stats.reset()
@@ -280,11 +274,9 @@ def test_number_of_samples_computed():
     assert seen.value == 3 * 64
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
-def test_memory_is_that_of_a_step_and_one_copy_of_the_gradients(family):
-    wide = {"hidden_size": 256, "intermediate_size": 512}
-    model = model_families.build(family, "sdpa", **wide)
-    given = {key: torch.cat(4 * [x]) for key, x in FAMILIES[family].batch().items()}
+def test_memory_is_that_of_a_step_and_one_copy_of_the_gradients():
+    model = model_families.build("llama", "sdpa", hidden_size=256, intermediate_size=512)
+    given = {key: torch.cat(4 * [x]) for key, x in FAMILIES["llama"].batch().items()}
     gradients = sum(4 * p.numel() for p in model.parameters())
     with gradckpt.track_memory() as step, gradckpt.enable(model, None):
         model(**given).loss.backward()
@@ -320,50 +312,38 @@ class Detached(Net):
         return super().forward(x, y).detach()
 
 
-def wrong(call):
-    model, (x, y) = Net(), batch()
-    frozen = Net().requires_grad_(False)
+MODEL = Net()
+
+
+def trains(model, given):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def trains():
-        model(x, y).backward()
+    def step():
+        model(*given).backward()
         optimizer.step()
 
-    return {
-        "no module": lambda: gradckpt.gradient_error(model.forward, (x, y)),
-        "no batch": lambda: gradckpt.gradient_error(model, 3),
-        "eval": lambda: gradckpt.gradient_error(model.eval(), (x, y)),
-        "frozen": lambda: gradckpt.gradient_error(frozen, (x, y)),
-        "lazy": lambda: gradckpt.gradient_error(nn.LazyLinear(3), x),
-        "not scalar": lambda: gradckpt.gradient_error(model.blocks[0], x, "compress_saved int8"),
-        "no gradients": lambda: gradckpt.gradient_error(model, lambda: None),
-        "detached": lambda: gradckpt.gradient_error(Detached(), (x, y)),
-        "zero": lambda: gradckpt.gradient_error(model, lambda: model(x, y) * 0),
-        "optimizer": lambda: gradckpt.gradient_error(model, trains),
-        "no candidates": lambda: gradckpt.gradient_error(model, (x, y), []),
-        "candidate": lambda: gradckpt.gradient_error(model, (x, y), "itn8"),
-        "modules": lambda: gradckpt.gradient_error(model, (x, y), "compress_saved int8", modules="*.nothing"),
-    }[call]()
+    return step
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "said"),
-    [
-        ("no module", TypeError, "takes a torch.nn.Module, not method"),
-        ("no batch", TypeError, r"takes a batch \(dict, tuple or tensor\) or a function .* not int"),
-        ("eval", ValueError, r"Net is in eval mode, where nothing is checkpointed; call model.train\(\)"),
-        ("frozen", ValueError, "no parameter of Net requires grad"),
-        ("lazy", ValueError, "have no values yet; run the model once"),
-        ("not scalar", ValueError, "Block returned Tensor without a scalar loss; put labels"),
-        ("no gradients", ValueError, "the step left no gradients"),
-        ("detached", ValueError, "the loss does not require grad"),
-        ("zero", ValueError, "all exact gradients are zero"),
-        ("optimizer", ValueError, r"leave optimizer.step\(\) out"),
-        ("no candidates", ValueError, "got no candidates"),
-        ("candidate", ValueError, "unknown codec 'itn8'; did you mean 'int8'"),
-        ("modules", ValueError, "no module matches"),
-    ],
-)
-def test_wrong_calls(call, error, said):
+#: (model, what it is measured on, candidates and keywords), the error, what is said.
+WRONG = {
+    "no module": (Net().forward, batch(), {}, TypeError, "takes a torch.nn.Module, not method"),
+    "no batch": (Net(), 3, {}, TypeError, r"takes a batch \(dict, tuple or tensor\) or a function .* not int"),
+    "eval": (Net().eval(), batch(), {}, ValueError, r"Net is in eval mode, where .*; call model.train\(\)"),
+    "frozen": (Net().requires_grad_(False), batch(), {}, ValueError, "no parameter of Net requires grad"),
+    "lazy": (nn.LazyLinear(3), batch()[0], {}, ValueError, "have no values yet; run the model once"),
+    "not scalar": (Block(), batch()[0], {"candidates": "compress_saved int8"}, ValueError, "without a scalar loss"),
+    "no gradients": (Net(), lambda: None, {}, ValueError, "the step left no gradients"),
+    "detached": (Detached(), batch(), {}, ValueError, "the loss does not require grad"),
+    "zero": (MODEL, lambda: MODEL(*batch()) * 0, {}, ValueError, "all exact gradients are zero"),
+    "optimizer": (MODEL, trains(MODEL, batch()), {}, ValueError, r"leave optimizer.step\(\) out"),
+    "no candidates": (Net(), batch(), {"candidates": []}, ValueError, "got no candidates"),
+    "modules": (Net(), batch(), {"modules": "*.nothing"}, ValueError, "no module matches"),
+}
+
+
+@pytest.mark.parametrize(("model", "given", "options", "error", "said"), WRONG.values(), ids=WRONG)
+def test_wrong_calls(model, given, options, error, said):
+    """Wrong candidates: test_settings.py."""
     with pytest.raises(error, match=said):
-        wrong(call)
+        gradckpt.gradient_error(model, given, **options)

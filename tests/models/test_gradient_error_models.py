@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("transformers")
 
 import model_families
+import worlds
 from model_families import FAMILIES
 from processes import SharedCount
 from small_models import Untouched
@@ -122,54 +123,33 @@ def test_a_policy_that_keeps_nothing_is_noted():
         assert found.note == "", "products are kept beside restored inputs"
 
 
-def test_mixed_precision_and_accumulation_in_a_step():
-    model, scaler = Net(), torch.amp.GradScaler("cpu")
-    x, y = batch()
+def reduced_by_one_rank():
+    model = prepared(False)
+    model.zero_grad()
+    inner = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    reduced = SharedCount()
 
-    def step():
-        for half in (slice(None, 32), slice(32, None)):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(x[half], y[half])
-            scaler.scale(loss / 2).backward()
-        return loss
+    def hook(_, bucket):
+        reduced.add()
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
-    result = gradckpt.gradient_error(model, step, ["int8", "int4"])
-    assert 0 < result["int8"].total < result["int4"].total < 1
-    assert result["int8"].loss_difference == 0
+    inner.register_comm_hook(None, hook)
+    for _ in range(3):  # the buckets are made anew after the first
+        inner.zero_grad()
+        inner(*batch()).backward()
+    reduced.clear()
+    for measured in (inner, model):  # the latter: its step reduces, into the same buckets each time
+        with Untouched(inner):
+            results = gradckpt.gradient_error(measured, lambda: inner(*batch()), "int4", modules=Block)
+        assert results[0].total > 0.01
+        assert bool(reduced.value) == (measured is model)
 
 
-def test_data_parallel(tmp_path):
+def test_data_parallel():
     """One rank of DistributedDataParallel, whose gradients are views of its buckets."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    distributed.init_process_group(
-        "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    try:
-        model = prepared(False)
-        model.zero_grad()
-        inner = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        reduced = SharedCount()
-
-        def hook(_, bucket):
-            reduced.add()
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-
-        inner.register_comm_hook(None, hook)
-        for _ in range(3):  # the buckets are made anew after the first
-            inner.zero_grad()
-            inner(*batch()).backward()
-        reduced.clear()
-        for measured in (inner, model):  # the latter: its step reduces, into the same buckets each time
-            with Untouched(inner):
-                results = gradckpt.gradient_error(measured, lambda: inner(*batch()), "int4", modules=Block)
-            assert results[0].total > 0.01
-            assert bool(reduced.value) == (measured is model)
-    finally:
-        distributed.destroy_process_group()
+    worlds.of_one(reduced_by_one_rank)
 
 
 # ---- kinds of parameters and gradients ----

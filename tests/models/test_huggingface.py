@@ -5,7 +5,6 @@ import gc
 import importlib.util
 import inspect
 import os
-import pickle
 import warnings
 import weakref
 
@@ -104,16 +103,6 @@ class TestEnable:
         assert config_of(handle).codec == "int8"
         assert step(model) == LAYERS
 
-    def test_every_n_layers(self):
-        model = build()
-        handle = gradckpt.enable(model, every_n_layers=2)
-        assert len(handle.modules) == 2
-        assert step(model) == 2
-        on(model)
-        assert len(handle.modules) == 2, "what enable said holds when others turn it on again"
-        on(model, every_n_layers=4)
-        assert len(handle.modules) == 1, "a later call that asks for it wins"
-
     def test_adapter_has_the_signature_that_transformers_inspects(self):
         model = build()
         names = list(inspect.signature(model._set_gradient_checkpointing).parameters)
@@ -148,19 +137,6 @@ class TestEnable:
         gradckpt.disable(wrapped.module)
         assert len(handle.modules) == 0
         assert ADAPTER not in vars(model)
-
-    def test_a_keyword_of_torch_reaches_the_checkpoint(self):
-        calls = []
-
-        def contexts():
-            calls.append(1)
-            return torch.utils.checkpoint.noop_context_fn()
-
-        model = build()
-        gradckpt.enable(model)
-        on(model, {"context_fn": contexts, "preserve_rng_state": False})
-        assert step(model) == LAYERS
-        assert len(calls) == LAYERS
 
 
 class TestRemove:
@@ -223,71 +199,49 @@ class TestRemove:
 # ---- the Trainer's flag
 
 
-def train(model, tmp_path, **arguments):
-    """Two steps of the Trainer; how many tensors were compressed."""
-    data = [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(4)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        args = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=2,
-            per_device_train_batch_size=2,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            logging_strategy="no",
-            **arguments,
-        )
-        before = gradckpt.stats()["compressed"]
-        transformers.Trainer(model=model, args=args, train_dataset=data).train()
+DATA = [{"input_ids": IDS[i % 2], "labels": IDS[i % 2]} for i in range(4)]
+
+
+def trainer(model, tmp_path, **arguments):
+    """A Trainer of two steps."""
+    own = {key: arguments.pop(key) for key in ("model_init", "callbacks", "eval_dataset") if key in arguments}
+    data = arguments.pop("train_dataset", DATA)
+    quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    settings = {**quiet, "max_steps": 2, "per_device_train_batch_size": 2, **arguments}
+    args = transformers.TrainingArguments(str(tmp_path), **settings)
+    return transformers.Trainer(model=model, args=args, train_dataset=data, **own)
+
+
+def compressed_by(call):
+    before = gradckpt.stats()["compressed"]
+    call()
     return gradckpt.stats()["compressed"] - before
 
 
+def train(model, tmp_path, **arguments):
+    """Two steps of the Trainer; how many tensors were compressed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return compressed_by(trainer(model, tmp_path, **arguments).train)
+
+
 class TestPrecedence:
-    def test_a_name_changes_the_codec_only(self):
+    @pytest.mark.parametrize(
+        ("given", "wanted"),
+        [
+            ({"compress": "fp8"}, {"codec": "fp8", "fake_quantize": True, "min_numel": 7}),  # a name: the codec alone
+            ({"compress": {"codec": "fp8"}}, {"codec": "fp8"}),
+        ],
+        ids=str,
+    )
+    def test_kwargs_win_over_enable_in_their_call(self, given, wanted):
         model = build()
-        handle = gradckpt.enable(model, compress=gradckpt.CompressionConfig("int8", fake_quantize=True, min_numel=7))
-        on(model, {"compress": "fp8"})
-        assert config_of(handle) == gradckpt.CompressionConfig("fp8", fake_quantize=True, min_numel=7)
-
-    def test_a_dict_changes_all(self):
-        model = build()
-        handle = gradckpt.enable(model, compress={"codec": "int8", "fake_quantize": True})
-        on(model, {"compress": {"codec": "fp8"}})
-        assert config_of(handle) == gradckpt.CompressionConfig("fp8")
-
-    def test_the_flag_lasts_for_its_call_only(self):
-        model = build()
-        handle = gradckpt.enable(model, compress="int8")
-        on(model, {"compress": "fp8"})
+        before = gradckpt.CompressionConfig("int8", fake_quantize=True, min_numel=7)
+        handle = gradckpt.enable(model, compress=before)
+        on(model, given)
+        assert config_of(handle) == gradckpt.CompressionConfig(**wanted)
         on(model)
-        assert config_of(handle).codec == "int8"
-
-
-# ---- what it survives
-
-
-class TestSurvives:
-    @pytest.mark.filterwarnings("ignore::FutureWarning")
-    @pytest.mark.parametrize("name", SPELLINGS)
-    def test_off_and_on_by_others(self, name):
-        model = build()
-        gradckpt.enable(model, compress="fp8")
-        getattr(model, f"{name}_disable")()
-        assert step(model) == 0
-        getattr(model, f"{name}_enable")()
-        assert step(model) == LAYERS
-        getattr(model, f"{name}_enable")({"use_reentrant": False})
-        assert step(model) == LAYERS
-
-    def test_a_pickled_copy_still_warns(self):
-        model = build()
-        gradckpt.enable(model, compress=gradckpt.CompressionConfig(min_numel=10**6))
-        twin = pickle.loads(pickle.dumps(model))
-        step(twin)
-        with pytest.warns(gradckpt.GradckptInactiveWarning):
-            step(twin)
+        assert config_of(handle) == before
 
 
 def replicate(network):

@@ -155,16 +155,13 @@ KEYWORDS = [
         (lambda key=key, value=value: gradckpt.enable(layers(), **{key: value}), f"unknown option {key!r}; {said}")
         for key, value, said in [
             ("layers", "*", f"did you mean 'modules'? {ENABLE}"),
-            ("blocks", "*", f"did you mean 'modules'? {ENABLE}"),
             ("bits", 8, f"did you mean compress='int8'? {ENABLE}"),
             ("bits", 4, f"did you mean compress='int4'? {ENABLE}"),
             ("bits", 3, f"did you mean 'compress'? {ENABLE}"),
             ("every", 2, f"did you mean 'every_n_layers'? {ENABLE}"),
-            ("every_n", 2, f"did you mean 'every_n_layers'? {ENABLE}"),
             ("codec", "int8", f"did you mean compress='int8'? {ENABLE}"),
             ("dtype", torch.int8, f"did you mean 'compress'? {ENABLE}"),
             ("minnumel", 2, f'did you mean compress={{"min_numel": 2}}? {ENABLE}'),
-            ("min_size", 2, f'did you mean compress={{"min_numel": 2}}? {ENABLE}'),
         ]
     ),
     (lambda: gradckpt.enable(layers(), {"bits": 8}), f"did you mean codec='int8'? {FIELDS}"),
@@ -187,8 +184,8 @@ KEYWORDS = [
         """patched() has no keyword 'min_numel'; did you mean compress={"min_numel": 8}? """
         "help(gradckpt.patched) lists all",
     ),
+    (lambda: gradckpt.patched("int8", fake_quantize=1), "fake_quantize is True or False, not 1"),
     (lambda: gradckpt.compress_saved(codec="fp8"), "did you mean compress='fp8'?"),
-    (lambda: check_alone({"compres": 8}), "unknown key 'compres' among the checkpointing kwargs; did you mean"),
 ]
 
 
@@ -267,36 +264,29 @@ def test_other_errors_have_no_note():
 # ---- modules ----
 
 
-class Block(nn.Module):
+class NotRun(nn.Module):
+    def forward(self, x):
+        raise NotImplementedError
+
+
+class Block(NotRun):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
 
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
 
-
-class Layer(nn.Module):
+class Layer(NotRun):
     def __init__(self):
         super().__init__()
         self.norm, self.part = nn.LayerNorm(64), Block()
 
-    def forward(self, x):
-        return self.part(self.norm(x))
 
-
-class GPT(nn.Module):
+class GPT(NotRun):
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(64, 64)
         self.blocks = nn.ModuleList(Layer() for _ in range(4))
         self.stages = nn.Sequential(Block(), Block(), Block())
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.stages(x)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +300,6 @@ class GPT(nn.Module):
         (lambda model: nn.ModuleDict({"a": model.blocks[3]}), ["blocks.3"]),
         (lambda model: model.stages[1:], ["stages.1", "stages.2"]),
         (lambda model: model.stages, ["stages"]),
-        (lambda model: list(model.blocks)[:2], ["blocks.0", "blocks.1"]),
     ],
 )
 def test_a_list_of_modules_selects_what_is_in_it(choose, names):
@@ -394,16 +383,6 @@ def test_the_advice_for_modules_inside_each_other_works(modules, line, names):
     assert not any(name != other and name.startswith(f"{other}.") for name in chosen for other in chosen)
 
 
-def test_disable_is_idempotent():
-    model = GPT()
-    before = [dict(vars(module)) for module in model.modules()]
-    gradckpt.disable(model)
-    gradckpt.enable(model, modules=Layer)
-    gradckpt.disable(model)
-    gradckpt.disable(model)
-    assert [dict(vars(module)) for module in model.modules()] == before
-
-
 # ---- policies ----
 
 
@@ -438,7 +417,7 @@ def test_a_config_that_was_pickled_with_a_field_of_then_still_compresses_a_polic
 
 @pytest.mark.parametrize("entry_point", ["checkpoint", "compress_saved", "patched"])
 def test_float64_is_named(entry_point):
-    """Beside ``enable``'s, in test_enable.py."""
+    """Beside ``enable``'s, in test_silent_failures.py."""
     x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True) * 1
     gradckpt.stats.reset()
     if entry_point == "checkpoint":

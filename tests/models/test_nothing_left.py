@@ -10,7 +10,7 @@ import types
 import model_families
 import torch
 import torch.utils.checkpoint
-from test_huggingface import IDS, build, on, transformers
+from test_huggingface import IDS, build, on, trainer
 
 import gradckpt
 
@@ -70,12 +70,7 @@ def train(model):
 
 
 def train_by_flag(**keys):
-    arguments = transformers.TrainingArguments(
-        tempfile.mkdtemp(), max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
-        **model_families.flag({"use_reentrant": False, **keys}),
-    )  # fmt: skip
-    data = [{"input_ids": row, "labels": row} for row in IDS]
-    transformers.Trainer(build(), arguments, train_dataset=data).train()
+    trainer(build(), tempfile.mkdtemp(), **model_families.flag({"use_reentrant": False, **keys})).train()
 
 
 def stock():

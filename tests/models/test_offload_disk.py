@@ -60,18 +60,12 @@ def test_values_are_those_without(place, codec, recompute):
     want = gradients(compress=codec, recompute=recompute or codec is None)
     got = gradients(compress=codec, recompute=recompute, offload=place)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    puts = figures_of(place, REGIONS if recompute else SAVED)["puts"]
-    assert puts >= (0 if codec in ("sparse", "sparse_int8") else 7)
-
-
-def test_it_is_written_and_read(place):
-    want, got = gradients(compress=None), gradients(compress=None, offload=place)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    figures = figures_of(place)
-    assert figures["written"] > 256 << 10
-    assert figures["read"] > 0
-    assert figures["memory_peak"] <= 256 << 10
+    figures = figures_of(place, REGIONS if recompute else SAVED)
+    assert figures["puts"] >= (0 if codec in ("sparse", "sparse_int8") else 7)
     assert figures["memory_used"] == figures["file_used"] == 0
+    if codec is None:  # more than the memory holds
+        assert figures["written"] > 256 << 10 >= figures["memory_peak"]
+        assert figures["read"] > 0
 
 
 def test_noise_does_not_depend_on_where_the_first_payload_is(place):
@@ -214,14 +208,6 @@ def test_threads_share_a_store_and_its_little_memory(place):
     figures = figures_of(tight)
     assert figures["gets"] >= 6 * 3
     assert figures["read"] <= 4 * figures["gets"] * (64 << 10)
-
-
-def test_the_settings_of_a_model_name_it(place):
-    net = nn.Sequential(Block(), Block())
-    handle = gradckpt.enable(net, modules=Block, offload=place)
-    assert [options["offload"] for options in handle.modules.values()] == [place, place]
-    same = {"place": "disk", "directory": place.directory, "min_bytes": "4KiB", "host_budget": "256KiB"}
-    assert gradckpt.enable(net, modules=Block, offload=same).modules == handle.modules
 
 
 def test_ranks_on_one_machine_share_a_percentage(monkeypatch):

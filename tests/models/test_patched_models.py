@@ -1,8 +1,6 @@
 """gradckpt.patched: warnings when nothing is compressed, torch.compile, and transformers models."""
 
-import copy
 import json
-import os
 import warnings
 
 import pytest
@@ -23,6 +21,7 @@ from model_families import (  # noqa: F401 (a fixture of every test here)
     nothing_left_behind,
 )
 from processes import in_threads
+from test_huggingface import IDS, build, replicate
 from torch import nn
 from torch.utils.checkpoint import checkpoint as early
 
@@ -146,6 +145,12 @@ class TestInactive:
 
 
 class TestCompile:
+    @pytest.fixture(autouse=True)
+    def _no_graphs(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
     def test_what_is_compiled_meanwhile_compresses(self):
         layers = nn.Sequential(*(layer[:2] for layer in model()))
 
@@ -159,7 +164,6 @@ class TestCompile:
         exact = torch.autograd.grad(forward(x * 1), parameters)
         with gradckpt.patched("int8"):
             eager = torch.autograd.grad(forward(x * 1), parameters)
-        torch._dynamo.reset()
         compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
         for _ in range(2):  # once more: what is compiled is compiled again when the patch comes or goes
             with gradckpt.patched("int8") as handle:
@@ -171,7 +175,6 @@ class TestCompile:
                 assert error(torch.autograd.grad(compiled(x * 1), parameters), exact) < 1e-5
                 assert handle.inactive_reason is None
             assert error(torch.autograd.grad(compiled(x * 1), parameters), exact) < 1e-5
-        torch._dynamo.reset()
 
     @needs_outputs
     @pytest.mark.parametrize("kind", ["text", "made", "mapping"])
@@ -181,7 +184,6 @@ class TestCompile:
             "made": lambda: gradckpt.policies.save_matmuls.compressed("int8"),
             "mapping": lambda: {torch.ops.aten.mm.default: "int8"},
         }[kind]
-        torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         layer, x = model()[0][:2], torch.randn(32, CALL_WIDTH, requires_grad=True)
         compiled = torch.compile(
@@ -191,7 +193,6 @@ class TestCompile:
             with gradckpt.patched("int8", policy=make()):
                 compiled(x * 1).sum().backward()
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-        torch._dynamo.reset()
 
     def test_what_a_graph_cannot_ask_about_stays_exact_and_says_so(self):
         """A codec that may refuse packs nothing there: gradients are right,
@@ -201,7 +202,6 @@ class TestCompile:
         parameters = list(layer.parameters())
         exact = torch.autograd.grad(layer(x * 1).square().sum(), parameters)
         graph.may_overflow.cache_clear()
-        torch._dynamo.reset()
 
         @torch.compile(backend="aot_eager", fullgraph=True)
         def forward(x):
@@ -216,7 +216,6 @@ class TestCompile:
         with gradckpt.patched("int8") as handle:
             torch.autograd.grad(forward(x * 1), parameters)
             assert handle.stats()["compiled_tensors"] > 0
-        torch._dynamo.reset()
 
     def test_afterwards_graphs_are_torchs(self):
         """Dynamo keeps the function that it was given;
@@ -259,55 +258,20 @@ class TestCompile:
             ).sum().backward()  # a leaf
             assert "region was compiled" in handle.inactive_reason
             handle.remove()
-        torch._dynamo.reset()
-
-    def test_compiled_layers_inside_eager_regions_compress(self):
-        layers = nn.Sequential(*(layer[:2] for layer in model()))
-        exact = call_gradients(layers, early, use_reentrant=False)
-        torch._dynamo.reset()
-        compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in layers))
-        with gradckpt.patched("int8"):
-            found, n = compressed(call_gradients, compiled, early, use_reentrant=False)
-        assert n == len(layers)
-        assert error(found, exact) < 0.01
-        torch._dynamo.reset()
-
-    def test_explicit_calls_in_compiled_code_compress(self):
-        layers = nn.Sequential(*(layer[:2] for layer in model()))
-        exact = call_gradients(layers, early, use_reentrant=False)
-        torch._dynamo.reset()
-
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def forward(x):
-            for layer in layers:
-                x = gradckpt.checkpoint(layer, x, compress="int8")
-            return x
-
-        with gradckpt.patched("int8") as handle:
-            torch.manual_seed(1)
-            x = torch.randn(32, CALL_WIDTH, requires_grad=True) * 1
-            found = torch.autograd.grad(forward(x).square().sum(), list(layers.parameters()))
-            assert handle.stats()["compiled_tensors"] > 0
-            assert handle.inactive_reason is None
-        assert error(found, exact) < 0.01
-        torch._dynamo.reset()
 
     @graphs_checkpoint
     def test_a_graph_that_runs_as_dynamo_made_it_compresses(self):
         """It calls torch's checkpoint; so backend="eager" is no reason for a warning here."""
         layers = nn.Sequential(*(layer[:2] for layer in model()))
-        torch._dynamo.reset()
         forward = torch.compile(lambda layer, x: early(layer, x, use_reentrant=False), backend="eager", fullgraph=True)
         with gradckpt.patched("int8"), warnings.catch_warnings():
             warnings.simplefilter("error", GradckptInactiveWarning)
             _, n = compressed(call_gradients, layers, forward)
         assert n == len(layers)
-        torch._dynamo.reset()
 
     def test_a_compiled_optimizer_step(self):
         layer = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        torch._dynamo.reset()
 
         @torch.compile(backend="eager")  # torch breaks the graph in it by itself
         def step():
@@ -318,7 +282,6 @@ class TestCompile:
             before = layer.weight.detach().clone()
             step()
         assert not torch.equal(layer.weight, before)
-        torch._dynamo.reset()
 
     def test_fake_tensors_go_through_torchs(self):
         from torch._subclasses import FakeTensorMode
@@ -333,41 +296,15 @@ class TestCompile:
             handle.remove()
 
 
-def replica(module):
-    """As DataParallel makes one: the modules copied,
-    the parameters those of the original (here: shared)."""
-    copy = module._replicate_for_data_parallel()
-    for name, child in module._modules.items():
-        copy._modules[name] = replica(child)
-    copy._parameters = dict(module._parameters)
-    return copy
-
-
 class TestTransformers:
-    @pytest.fixture
-    def llama(self):
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        transformers = pytest.importorskip("transformers")
-
-        def build():
-            torch.manual_seed(0)
-            config = transformers.LlamaConfig(
-                vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
-            )
-            return transformers.LlamaForCausalLM(config).train()
-
-        return build
-
-    IDS = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
-
     def step(self, model):
         model.zero_grad()
-        model(input_ids=self.IDS, labels=self.IDS).loss.backward()
+        model(input_ids=IDS, labels=IDS).loss.backward()
         return [p.grad for p in model.parameters() if p.requires_grad]
 
     @pytest.mark.parametrize("before", [True, False], ids=["enabled before", "enabled inside"])
-    def test_layers(self, llama, before):
-        model, twin = llama(), llama()
+    def test_layers(self, before):
+        model, twin = build(), build()
         gradckpt.enable(twin, compress="int8")
         if before:
             model.activation_checkpointing_enable()
@@ -382,42 +319,17 @@ class TestTransformers:
         assert error(found, after) < 0.01
         gradckpt.disable(twin)
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            copy.deepcopy,
-            lambda model: model.to(torch.float64).to(torch.float32),
-            lambda model: model if model.load_state_dict(copy.deepcopy(model.state_dict())) else None,
-            lambda model: (model.activation_checkpointing_disable(), model.activation_checkpointing_enable(), model)[2],
-            lambda model: (gradckpt.enable(model).remove(), model.activation_checkpointing_enable(), model)[2],
-        ],
-        ids=["deepcopy", "to", "state_dict", "off and on", "enable and remove"],
-    )
-    def test_what_happens_to_models(self, llama, change):
-        model = llama()
-        model.activation_checkpointing_enable()
-        with gradckpt.patched("int8"):
-            assert compressed(self.step, model)[1] == 4
-            assert compressed(self.step, change(model))[1] == 4
-
-    def test_frozen_embeddings(self, llama):
+    def test_frozen_embeddings(self):
         """Autograd keeps the leaf that enable_input_require_grads makes: a payload only costs."""
-        model = llama()
+        model = build()
         model.activation_checkpointing_enable()
         model.get_input_embeddings().requires_grad_(False)
         with gradckpt.patched("int8") as handle:
             assert compressed(self.step, model)[1] == 3
             assert handle.stats()["uncompressed"]["leaf"] == 1
 
-    def test_a_users_leaf_is_kept(self):
-        x = torch.randn(32, CALL_WIDTH, requires_grad=True)
-        with gradckpt.patched("int8") as handle:
-            early(nn.Linear(CALL_WIDTH, CALL_WIDTH), x, use_reentrant=False).sum().backward()
-            assert handle.stats()["uncompressed"] == {"leaf": 1}
-            handle.remove()
-
-    def test_a_pickle_from_inside_is_a_stock_model(self, llama, tmp_path):
-        model = llama()
+    def test_a_pickle_from_inside_is_a_stock_model(self, tmp_path):
+        model = build()
         with gradckpt.patched("int8"):
             model.activation_checkpointing_enable()
             for handle in model._require_grads_hooks if hasattr(model, "_require_grads_hooks") else []:
@@ -434,9 +346,9 @@ class TestTransformers:
         """)
         assert found.split() == ["True", "False"]
 
-    def test_with_enable(self, llama):
+    def test_with_enable(self):
         """Who enabled a model said what it is to do; otherwise the patch says it."""
-        model = llama()
+        model = build()
         with gradckpt.patched("int8"):
             handle = gradckpt.enable(model, compress=None)
             assert compressed(self.step, model)[1] == 0
@@ -448,21 +360,21 @@ class TestTransformers:
             assert compressed(self.step, model)[1] == 4
         handle.remove()
 
-    def test_data_parallel_replicas(self, llama):
+    def test_data_parallel_replicas(self):
         """As DataParallel runs them: copies of the model in threads."""
-        model = llama()
+        model = build()
         model.activation_checkpointing_enable()
-        replicas = [replica(model) for _ in range(2)]
+        replicas = [replicate(model) for _ in range(2)]
         with gradckpt.patched("int8") as handle:
-            inputs = [{"input_ids": self.IDS, "labels": self.IDS}] * 2
+            inputs = [{"input_ids": IDS, "labels": IDS}] * 2
             in_threads(*(lambda r=r, i=i: r(**i).loss.backward() for r, i in zip(replicas, inputs, strict=True)))
             assert handle.stats()["compressed"] == 8
 
     @pytest.mark.parametrize(("version", "n"), [("4.57.0", 4), ("5.23.0", 0)])
-    def test_transformers_4_says_reentrant_by_default(self, llama, monkeypatch, version, n):
+    def test_transformers_4_says_reentrant_by_default(self, monkeypatch, version, n):
         import transformers
 
-        model = llama()
+        model = build()
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
         monkeypatch.setattr(transformers, "__version__", version)
         with gradckpt.patched("int8") as handle:

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from small_models import Chain
 from torch import nn
 
 import gradckpt
@@ -33,20 +34,6 @@ class Block(nn.Module):
         return x + torch.relu(self.linear(x)) * scale + shift
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def x():
     return torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -66,7 +53,7 @@ def train(model, steps=1):
 
 
 def test_attributes_are_those_of_the_forward():
-    model = Net()
+    model = Chain(Block, 3)
     gradckpt.enable(model, modules=Block)
     block = model.blocks[0]
     forward = block.forward
@@ -79,12 +66,12 @@ def test_attributes_are_those_of_the_forward():
     assert forward.__qualname__ == "Block.forward"
     assert forward.__self__ is block
     assert forward.__wrapped__ == types.MethodType(Block.forward, block)
-    assert inspect.signature(forward) == inspect.signature(Net().blocks[0].forward)
+    assert inspect.signature(forward) == inspect.signature(Chain(Block, 3).blocks[0].forward)
     assert not hasattr(forward, "no_such_attribute")
 
 
 def test_attributes_are_those_of_an_earlier_replacement():
-    model = Net()
+    model = Chain(Block, 3)
     block = model.blocks[0]
     block.forward = functools.partial(block.forward, shift=1.0)
     gradckpt.enable(model, modules=Block)
@@ -93,7 +80,7 @@ def test_attributes_are_those_of_an_earlier_replacement():
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_binding_it_again_keeps_the_region(recompute):
-    model = Net()
+    model = Chain(Block, 3)
     gradckpt.enable(model, "int8", modules=Block, recompute=recompute)
     expected = train(copy.deepcopy(model))
     assert expected
@@ -107,7 +94,7 @@ def test_binding_it_again_keeps_the_region(recompute):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_export(recompute, strict):
-    model = Net()
+    model = Chain(Block, 3)
     expected = model(x())
     gradckpt.enable(model, recompute=recompute)
     for training in (False, True) if not (recompute and strict) else (False,):  # torch's own checkpoint fails there
@@ -137,7 +124,7 @@ def wrap_another(block, before):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("loses", [put_back_the_method, delete_it, put_back_the_hook, wrap_another])
 def test_a_lost_forward_is_said_and_an_equal_enable_installs_it_again(loses, trained):
-    model = Net()
+    model = Chain(Block, 3)
     if loses is put_back_the_hook:
         for block in model.blocks:
             block.forward = functools.partial(block.forward, shift=0.0)
@@ -147,7 +134,7 @@ def test_a_lost_forward_is_said_and_an_equal_enable_installs_it_again(loses, tra
         assert train(model, 3) == 3
     for block, old in zip(model.blocks, before, strict=True):
         loses(block, old)
-    with pytest.warns(GradckptInactiveWarning, match="none of the 3 chosen modules of Net ran as enabled: other code"):
+    with pytest.warns(GradckptInactiveWarning, match="none of the 3 chosen modules of Chain ran as enabled: other"):
         assert train(model, 3) == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -189,7 +176,7 @@ def wrapped_by_an_object(block):
 
 @pytest.mark.parametrize("wrap", [wrapped_by_a_function, wrapped_by_an_attribute, wrapped_by_an_object])
 def test_a_wrapped_forward_is_not_lost(wrap):
-    model = Net()
+    model = Chain(Block, 3)
     gradckpt.enable(model, "int8", modules=Block)
     region = region_of(model.blocks[0])
     for block in model.blocks:
@@ -204,7 +191,7 @@ def test_a_wrapped_forward_is_not_lost(wrap):
 
 
 def test_another_models_steps_say_nothing():
-    model, other = Net(), Net()
+    model, other = Chain(Block, 3), Chain(Block, 3)
     gradckpt.enable(model, "int8", modules=Block)
     for block in model.blocks:
         delete_it(block, None)
@@ -215,7 +202,7 @@ def test_another_models_steps_say_nothing():
 
 def test_accelerates_hooks():
     hooks = pytest.importorskip("accelerate.hooks")
-    model = Net()
+    model = Chain(Block, 3)
     for block in model.blocks:
         hooks.add_hook_to_module(block, hooks.ModelHook())
     gradckpt.enable(model, "int8", modules=Block)
@@ -231,7 +218,7 @@ def test_accelerates_hooks():
 def test_accelerates_wrappers_of_the_model(keep):
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test may have made one
-    model = Net()
+    model = Chain(Block, 3)
     gradckpt.enable(model, "int8", recompute=False)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     prepared = accelerator.prepare(model)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from model_families import FAMILIES, stock
+from small_models import Chain
 from torch import nn
 
 import gradckpt
@@ -32,16 +33,12 @@ class Block(nn.Module):
         return x + debug * self.drop(self.norm(self.up(x).tanh()))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+def with_keyword(block, x):
+    return block(x, debug=0.5)
 
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x, debug=0.5)
-        return x.square().mean()
+
+def net():
+    return Chain(Block, 4, with_keyword, width=128)
 
 
 def llama():
@@ -49,7 +46,7 @@ def llama():
 
 
 def batch_of(model):
-    if isinstance(model, Net):
+    if isinstance(model, Chain):
         return {"x": torch.randn(32, 128, generator=torch.Generator().manual_seed(1))}
     return FAMILIES["llama"].batch()
 
@@ -58,7 +55,7 @@ def step(model):
     torch.manual_seed(2)
     model.zero_grad()
     result = model(**batch_of(model))
-    loss = result if isinstance(result, torch.Tensor) else result.loss
+    loss = result.square().mean() if isinstance(result, torch.Tensor) else result.loss
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
@@ -77,13 +74,13 @@ BEFORE = {
     "enabled": lambda model: gradckpt.enable(model, "int4"),
     "policy": lambda model: gradckpt.enable(model, "int8", policy="save_matmuls"),
     "some": lambda model: gradckpt.enable(
-        model, "fp8", modules=model.blocks[1:3] if isinstance(model, Net) else {"*.layers.1": "int8", "layer": "skip"}
+        model, "fp8", modules=model.blocks[1:3] if isinstance(model, Chain) else {"*.layers.1": "int8", "layer": "skip"}
     ),
 }
 
 
 @pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("make", [Net, llama])
+@pytest.mark.parametrize("make", [net, llama])
 @pytest.mark.parametrize("name", NAMES)
 def test_all_is_as_before(make, before, name):
     model = make()
@@ -101,7 +98,7 @@ def test_all_is_as_before(make, before, name):
         assert not gradckpt.config.Handle(model).modules
 
 
-@pytest.mark.parametrize("make", [Net, llama])
+@pytest.mark.parametrize("make", [net, llama])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_setting_is_what_its_line_makes(make, name):
     """The line of the table, run by hand: the same loss, gradients, compressed tensors."""
@@ -121,7 +118,7 @@ def test_a_setting_is_what_its_line_makes(make, name):
     assert bool(counts[0]) == setting.compresses == (name not in ("none", "torch"))
 
 
-@pytest.mark.parametrize("make", [Net, llama])
+@pytest.mark.parametrize("make", [net, llama])
 def test_torch_is_torchs_own_function_on_the_modules_of_enable(make, monkeypatch):
     model, called = make(), []
     name = "_checkpoint_without_reentrant_generator"
@@ -138,7 +135,7 @@ def test_torch_is_torchs_own_function_on_the_modules_of_enable(make, monkeypatch
     gradckpt.stats.reset()
     with setting_of("torch").active(model):
         step(model)
-    assert len(called) == count == (4 if make is Net else LAYERS)
+    assert len(called) == count == (4 if make is net else LAYERS)
     assert gradckpt.stats()["regions"] == 0
 
 
@@ -157,7 +154,7 @@ def test_a_flag_of_the_model_itself(name):
 
 
 def test_the_modules_that_are_enabled_are_those_of_the_setting():
-    model = Net()
+    model = net()
     gradckpt.enable(model, "int4", modules=model.blocks[1:3])
     with setting_of("fp8").active(model):
         chosen = gradckpt.config.Handle(model).modules
@@ -191,14 +188,14 @@ def test_fake_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        model, x = Net(), torch.empty(32, 128)
+        model, x = net(), torch.empty(32, 128)
         for setting in READY:
             with setting.active(model):
-                model(x).backward()
+                model(x).sum().backward()
 
 
 def test_an_error_of_enable_leaves_the_model_as_it_was():
-    model = Net()
+    model = net()
     gradckpt.enable(model, "int4")
     state = everything(model)
     with pytest.raises(ValueError, match="no module matches"), EXACT.active(model, "*.nothing"):

@@ -10,6 +10,7 @@ import pickle
 import model_families
 import pytest
 import torch
+from test_huggingface import trainer
 
 import gradckpt
 
@@ -140,9 +141,4 @@ def test_before_a_step():
 @pytest.mark.parametrize("kwargs", FLAGS, ids=str)
 @deprecated_is_an_error
 def test_the_flag(kwargs, tmp_path):
-    ids = model_families.FAMILIES["llama"].batch()["input_ids"]
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
-        **model_families.flag(kwargs),
-    )  # fmt: skip
-    transformers.Trainer(build(), arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids]).train()
+    trainer(build(), tmp_path, **model_families.flag(kwargs)).train()
