@@ -88,12 +88,6 @@ def test_the_decorator_and_the_sequence_take_it():
     assert gradckpt.stats()["policy_outputs"] == 2, "the last segment is no region"
 
 
-def test_what_is_no_policy():
-    """test_selective_saves.py has the others."""
-    with pytest.raises(ValueError, match="unknown policy 'save_all'; choose one of: save_matmuls"):
-        gradckpt.checkpoint(torch.sin, torch.ones(2), policy="save_all")
-
-
 @pytest.mark.parametrize("form", ["combined", "list", pytest.param("mapping", marks=needs_outputs)])
 def test_compiled(form):
     """Names and functions: test_compile_limits.py."""
@@ -105,14 +99,14 @@ def test_compiled(form):
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found[1], eager[1], strict=True))
 
 
-def test_a_region_of_torchs_has_its_own_keyword_of_that_name():
+def test_a_region_of_torchs_has_its_own_keywords_of_these_names():
     """Under patched(), eager and compiled."""
 
-    def region(x, policy, buffers):
-        return x.sin() * policy + buffers
+    def region(x, policy, buffers, compress):
+        return x.sin() * policy * compress + buffers
 
     def step(x):
-        return torch_checkpoint(region, x, policy=2.0, buffers=1.0, use_reentrant=False)
+        return torch_checkpoint(region, x, policy=4.0, buffers=1.0, compress=0.5, use_reentrant=False)
 
     x = torch.randn(32, 64, requires_grad=True)
     with gradckpt.patched("int8"):

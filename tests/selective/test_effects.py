@@ -88,11 +88,6 @@ def test_as_often_as_with_torch(way, policy):
     assert torch.allclose(grad, exact, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("policy", ["save_matmuls", "save_matmuls:int8"])
-def test_ready_policies(policy):
-    assert run(ours, policy)[0] == run(torchs, [MM])[0]
-
-
 def test_a_mapping_may_insist():
     """A policy that is asked for it in words of torch's runs it again, as torch does."""
     wanted, _ = run(torchs, POLICIES["function that insists"])

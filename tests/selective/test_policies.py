@@ -126,22 +126,6 @@ def test_combined():
         policies.save_matmuls | [aten.mm.default]
 
 
-def test_by_name():
-    assert policies.by_name("save_matmuls") is policies.save_matmuls
-    policy = policies.by_name("save_attention | save_matmuls:int8")
-    assert policy.rules[aten.mm.default].config.codec == "int8"
-    assert policy.rules[aten._scaled_dot_product_flash_attention_for_cpu.default].config is None
-    for name in ("save_all", "", "save_matmuls|"):
-        with pytest.raises(
-            ValueError, match=r"unknown policy.*save_matmuls, save_attention, every_other_matmul, discrete"
-        ):
-            policies.by_name(name)
-    with pytest.raises(ValueError, match=r"unknown policy 'save_matmuls;int8'; did you mean 'save_matmuls'\?"):
-        policies.by_name("save_matmuls;int8")
-    with pytest.raises(ValueError, match="unknown codec 'int9'"):
-        policies.by_name("save_matmuls:int9")
-
-
 # ---- discrete results ----
 
 

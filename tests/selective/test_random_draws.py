@@ -17,84 +17,17 @@ from gradckpt._engine.selective import contexts_of
 aten = torch.ops.aten
 ROWS, WIDTH = 24, 64
 
-#: Those whose results depend on values: a recompute on restored values gets them from the forward.
-DISCRETE = {}
-#: Those that draw the same numbers whatever the values.
-DRAWING = {}
-#: Those that draw nothing.
-OTHERS = {}
+
+def noted(draw, use=torch.mul):
+    """A step: what is drawn, and what becomes of h and that."""
+
+    def step(h, w, log):
+        log.append(draw(h))
+        return use(h, log[-1])
+
+    return step
 
 
-def step(table):
-    def add(function):
-        table[function.__name__] = function
-        return function
-
-    return add
-
-
-@step(DISCRETE)
-def bernoulli(h, w, log):
-    mask = torch.bernoulli(h.sigmoid())
-    log.append(mask)
-    return h * mask + h.sin()
-
-
-@step(DISCRETE)
-def bernoulli_in_place(h, w, log):
-    mask = torch.empty_like(h).bernoulli_(h.detach().sigmoid())
-    log.append(mask)
-    return h * mask + h.cos()
-
-
-@step(DISCRETE)
-def multinomial(h, w, log):
-    index = h.softmax(-1).multinomial(3)
-    log.append(index)
-    return h + h.gather(-1, index).sum(-1, keepdim=True)
-
-
-@step(DISCRETE)
-def multinomial_with_replacement(h, w, log):
-    index = h.softmax(-1).multinomial(70, replacement=True)
-    log.append(index)
-    return h + h.gather(-1, index).mean(-1, keepdim=True)
-
-
-@step(DISCRETE)
-def poisson(h, w, log):
-    counts = torch.poisson(h.tanh().exp())
-    log.append(counts)
-    return h * counts / (counts + 1)
-
-
-@step(DISCRETE)
-def binomial(h, w, log):
-    counts = torch.binomial(torch.full_like(h, 50.0), h.detach().sigmoid())
-    log.append(counts)
-    return h * (counts / 50)
-
-
-@step(DISCRETE)
-def gamma(h, w, log):
-    sample = torch._standard_gamma(h.sigmoid() + 0.3)
-    log.append(sample)
-    return h + sample
-
-
-@step(DISCRETE)
-def dirichlet(h, w, log):
-    sample = torch._sample_dirichlet(h.detach().sigmoid() + 0.3)
-    log.append(sample)
-    return h + sample
-
-
-@step(DISCRETE)
-def rrelu(h, w, log):
-    return F.rrelu(h, training=True)
-
-
-@step(DISCRETE)
 def own_generator(h, w, log):
     generator = torch.Generator().manual_seed(7)
     mask = torch.bernoulli(h.sigmoid(), generator=generator)
@@ -103,61 +36,51 @@ def own_generator(h, w, log):
     return h * mask * after
 
 
-@step(DRAWING)
-def dropout(h, w, log):
-    mask = F.dropout(torch.ones_like(h), 0.4)
-    log.append(mask)
-    return F.dropout(h, 0.3) * mask
-
-
-@step(DRAWING)
-def rand_like(h, w, log):
-    noise = torch.rand_like(h)
-    log.append(noise)
-    return h * noise
-
-
-@step(DRAWING)
-def normal(h, w, log):
-    noise = torch.normal(torch.zeros_like(h), 1.0)
-    log.append(noise)
-    return torch.normal(h.detach(), 0.1) * h + noise * h
-
-
-@step(DRAWING)
-def exponential(h, w, log):
-    noise = torch.empty_like(h).exponential_()
-    log.append(noise)
-    return h * noise.tanh()
-
-
-@step(DRAWING)
-def gumbel(h, w, log):
-    return h + F.gumbel_softmax(h, hard=True)
-
-
-@step(DRAWING)
-def attention_with_dropout(h, w, log):
+def attend(h, dropout_p):
     q = h.view(1, 4, ROWS // 4, WIDTH)
-    return h + F.scaled_dot_product_attention(q, q.sin(), q.cos(), dropout_p=0.3).reshape(h.shape)
+    return h + F.scaled_dot_product_attention(q, q.sin(), q.cos(), dropout_p=dropout_p).reshape(h.shape)
 
 
-@step(OTHERS)
-def linear(h, w, log):
-    return (h @ w).tanh() + h
-
-
-@step(OTHERS)
-def attention(h, w, log):
-    q = h.view(1, 4, ROWS // 4, WIDTH)
-    return h + F.scaled_dot_product_attention(q, q.sin(), q.cos()).reshape(h.shape)
-
-
-@step(OTHERS)
-def compare(h, w, log):
-    return h * (h > 0.1)
-
-
+#: Those whose results depend on values: a recompute on restored values gets them from the forward.
+DISCRETE = {
+    "bernoulli": noted(lambda h: torch.bernoulli(h.sigmoid()), lambda h, mask: h * mask + h.sin()),
+    "bernoulli_in_place": noted(
+        lambda h: torch.empty_like(h).bernoulli_(h.detach().sigmoid()), lambda h, mask: h * mask + h.cos()
+    ),
+    "multinomial": noted(
+        lambda h: h.softmax(-1).multinomial(3), lambda h, index: h + h.gather(-1, index).sum(-1, keepdim=True)
+    ),
+    "multinomial_with_replacement": noted(
+        lambda h: h.softmax(-1).multinomial(70, replacement=True),
+        lambda h, index: h + h.gather(-1, index).mean(-1, keepdim=True),
+    ),
+    "poisson": noted(lambda h: torch.poisson(h.tanh().exp()), lambda h, counts: h * counts / (counts + 1)),
+    "binomial": noted(
+        lambda h: torch.binomial(torch.full_like(h, 50.0), h.detach().sigmoid()), lambda h, counts: h * (counts / 50)
+    ),
+    "gamma": noted(lambda h: torch._standard_gamma(h.sigmoid() + 0.3), torch.add),
+    "dirichlet": noted(lambda h: torch._sample_dirichlet(h.detach().sigmoid() + 0.3), torch.add),
+    "rrelu": lambda h, w, log: F.rrelu(h, training=True),
+    "own_generator": own_generator,
+}
+#: Those that draw the same numbers whatever the values.
+DRAWING = {
+    "dropout": noted(lambda h: F.dropout(torch.ones_like(h), 0.4), lambda h, mask: F.dropout(h, 0.3) * mask),
+    "rand_like": noted(torch.rand_like),
+    "normal": noted(
+        lambda h: torch.normal(torch.zeros_like(h), 1.0),
+        lambda h, noise: torch.normal(h.detach(), 0.1) * h + noise * h,
+    ),
+    "exponential": noted(lambda h: torch.empty_like(h).exponential_(), lambda h, noise: h * noise.tanh()),
+    "gumbel": lambda h, w, log: h + F.gumbel_softmax(h, hard=True),
+    "attention_with_dropout": lambda h, w, log: attend(h, 0.3),
+}
+#: Those that draw nothing.
+OTHERS = {
+    "linear": lambda h, w, log: (h @ w).tanh() + h,
+    "attention": lambda h, w, log: attend(h, 0.0),
+    "compare": lambda h, w, log: h * (h > 0.1),
+}
 STEPS = {**DISCRETE, **DRAWING, **OTHERS}
 CODECS = ("int8", "int4", "fp8", "int6")
 POLICIES = (

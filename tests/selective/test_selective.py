@@ -97,12 +97,13 @@ def test_gradients_are_bit_equal(ck, way, name):
 @pytest.mark.parametrize(
     ("ops", "doubles", "squares"), [([], 4, 4), ([SQUARE], 4, 2), ([DOUBLE], 2, 4), ([DOUBLE, SQUARE], 2, 2)]
 )
-def test_kept_operators_run_once_and_others_twice(ck, way, ops, doubles, squares):
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}], ids=str)
+def test_kept_operators_run_once_and_others_twice(ck, way, ops, doubles, squares, options):
     x = leaf(8)
     want = gradients(chain, (x,))[1]
     calls.clear()
     with way.around():
-        got = gradients(lambda t: ck(chain, t, context_fn=way.contexts(ops)), (x,))[1]
+        got = gradients(lambda t: ck(chain, t, context_fn=way.contexts(ops), **options), (x,))[1]
     assert same(got, want)
     assert calls == {"double": doubles, "square": squares}
 
@@ -134,15 +135,6 @@ def test_several_outputs_and_lists_of_outputs(ck, way):
     got = gradients(lambda t: ck(region, t, context_fn=way.contexts([PAIR, HALVES])), (x,))[1]
     assert same(got, want)
     assert calls == {"pair": 1, "halves": 1}
-
-
-def test_without_early_stop(ck, way):
-    x = leaf(8)
-    want = gradients(chain, (x,))[1]
-    calls.clear()
-    got = gradients(lambda t: ck(chain, t, early_stop=False, context_fn=way.contexts([SQUARE])), (x,))[1]
-    assert same(got, want)
-    assert calls == {"double": 4, "square": 2}
 
 
 def test_an_autograd_function_inside(ck, way):

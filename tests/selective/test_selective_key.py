@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from checkout import HELPERS
 from processes import printed_by
+from selective_ways import Watch, aten, gradients, kept, key_is_on, leaf, same
 from selective_ways import _nothing_left_behind as _nothing_left_behind
-from selective_ways import aten, gradients, kept, key_is_on, leaf, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradckpt
@@ -34,18 +34,6 @@ def stdout_of(script, *arguments):
     torchs = "terminate called without an active exception\n"  # a thread that waits for the GIL in C++, at exit
     assert done.stderr in ("", torchs)
     return done.stdout
-
-
-EMPTY = """
-import gradckpt
-for policy in ([], {}, gradckpt.policies.Policy([])):
-    gradckpt.compat.create_selective_checkpoint_contexts(policy)
-"""
-
-
-def test_empty_policies_before_any_other():
-    """What is registered for the first policy is registered once."""
-    assert stdout_of(EMPTY) == ""
 
 
 # ---- torch's own key for fake tensors, which others may claim ----
@@ -69,6 +57,8 @@ def claim(moment):
 claim("before the import")
 import gradckpt
 claim("after the import")
+for policy in ([], {}, gradckpt.policies.Policy([])):  # what is registered for the first policy is registered once
+    gradckpt.compat.create_selective_checkpoint_contexts(policy)
 torch.manual_seed(0)
 data = torch.randn(64, 64), torch.randn(64, 64)
 ops = [torch.ops.aten.mm.default]
@@ -117,14 +107,7 @@ def negated(*shape):
 @pytest.mark.parametrize("within", [contextlib.nullcontext, "region"], ids=["outside", "in a region"])
 def test_a_pending_negation_is_done(within):
     """Before and after an operator is named, in a region and outside of one."""
-    named = [
-        aten.mm.default,
-        aten.sin.default,
-        aten.topk.default,
-        aten.gt.Tensor,
-        aten.stack.default,
-        aten.nonzero.default,
-    ]
+    named = [getattr(aten, name).default for name in ("mm", "sin", "topk", "stack", "nonzero")] + [aten.gt.Tensor]
     x, y = negated(8, 8), negated(8, 8)
     calls = [
         lambda: x @ y,
@@ -212,8 +195,6 @@ def test_factories_in_a_fake_mode_inside_are_not_counted():
 def test_a_mode_entered_inside_sees_every_call():
     """Also one that is replayed, as under torch's modes:
     the mode may be that of a region inside."""
-    from selective_ways import Watch
-
     seen = []
 
     def region(t):

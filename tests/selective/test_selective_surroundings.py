@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from processes import Alarm
+from processes import Alarm, in_threads
 from selective_ways import (
     DOUBLE,
     FAILS,
@@ -33,26 +33,6 @@ import gradckpt
 pytestmark = pytest.mark.usefixtures("_nothing_left_behind")
 __all__ = ["our_way"]
 checkpoint, contexts = gradckpt.checkpoint, gradckpt.compat.create_selective_checkpoint_contexts
-
-
-def in_threads(*functions):
-    errors = []
-
-    def guarded(function):
-        try:
-            function()
-            assert not key_is_on()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(f,), daemon=True) for f in functions]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    assert not any(t.is_alive() for t in threads)
-    if errors:
-        raise errors[0]
 
 
 # ---- threads ----
