@@ -1,14 +1,11 @@
 """DeepSpeed: ZeRO 1, 2 and 3 on two ranks with several ways of checkpointing; and what
 deepspeed_checks.py checks."""
 
-import subprocess
-import sys
-
 import processes
 import pytest
 import torch
 import worlds
-from checkout import EXAMPLES, HELPERS
+from checkout import HELPERS
 
 LAYERS, STEPS = 3, 3
 
@@ -17,18 +14,8 @@ def environment():
     return {**processes.environment(processes.ENGINES), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
-def call(*command):
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment(), capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def test_the_names_of_its_checkpointing():
-    out = call("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", HELPERS / "deepspeed_checks.py")
-    assert " passed" in out
-    assert "skipped" not in out
+    worlds.tests_pass(HELPERS / "deepspeed_checks.py", environment())
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +51,4 @@ class TestZero:
 
 @pytest.mark.parametrize("options", [["--zero", "3", "--compress", "none"], ["--zero", "2", "--checkpoint-in-cpu"]])
 def test_example(options):
-    out = call(EXAMPLES / "deepspeed_zero.py", *options)
-    assert "FAILED" not in out
-    assert "24 regions" in out
+    worlds.example_passes("deepspeed_zero", *options, env=environment())

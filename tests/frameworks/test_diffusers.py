@@ -12,6 +12,7 @@ import compiled_blocks
 import pytest
 import torch
 from checkout import PROGRAMS
+from model_families import equal, error
 from peft import LoraConfig
 from worlds import LAUNCH, call
 
@@ -68,16 +69,6 @@ def checkpointed(model, inputs, function, **options):
     return *step(model, inputs, **options), gradckpt.stats()
 
 
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def relative_error(found, exact):
-    assert found.keys() == exact.keys()
-    a, b = (torch.cat([g[name].flatten().double() for name in exact]) for g in (found, exact))
-    return float((a - b).norm() / b.norm())
-
-
 @EACH
 def test_every_family_with_and_without_compression(family):
     model, inputs = build(family)
@@ -94,7 +85,7 @@ def test_every_family_with_and_without_compression(family):
     assert torch.equal(int8_loss, plain_loss)
     assert (stats["regions"], stats["compressed"]) == (regions, compressed)
     assert 0 < stats["bytes_out"] < 0.26 * stats["bytes_in"]
-    assert 0 < relative_error(int8, gradients) < bound
+    assert 0 < error(int8, gradients) < bound
 
 
 def test_in_eval_mode_too():
@@ -121,18 +112,7 @@ def test_adapters_on_a_frozen_base(family):
     _, int8, stats = checkpointed(model, inputs, INT8)
     assert 0 < stats["compressed"] < FAMILIES[family].compressed
     assert stats["uncompressed"]["does not require grad"] > 0
-    assert 0 < relative_error(int8, gradients) < 0.01
-
-
-def test_autocast():
-    model, inputs = build("DiT")
-    loss, gradients, _ = checkpointed(model, inputs, None, dtype=torch.bfloat16)
-    none_loss, none, _ = checkpointed(model, inputs, gradckpt.checkpoint, dtype=torch.bfloat16)
-    assert torch.equal(none_loss, loss)
-    assert equal(none, gradients)
-    _, int8, stats = checkpointed(model, inputs, INT8, dtype=torch.bfloat16)
-    assert stats["compressed"] == FAMILIES["DiT"].compressed
-    assert 0 < relative_error(int8, gradients) < 0.01
+    assert 0 < error(int8, gradients) < 0.01
 
 
 def test_the_choice_lives_on_the_model(tmp_path):
@@ -176,7 +156,7 @@ def test_rules_for_modules():
             *(f"transformer_blocks.{i}" for i in range(2)),
             *(f"single_transformer_blocks.{i}" for i in range(2)),
         ]
-        assert relative_error(step(model, inputs)[1], gradients) < 0.01
+        assert error(step(model, inputs)[1], gradients) < 0.01
     assert gradckpt.stats()["compressed"] > 0
 
 

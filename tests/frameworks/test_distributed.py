@@ -5,6 +5,7 @@ import os
 import re
 
 import pytest
+import world_accelerate
 import world_torch
 import worlds
 from checkout import ROOT
@@ -41,18 +42,12 @@ def test_engine(found, engine, how):
         regions = 2 * world_torch.LAYERS  # micro-batches
         assert r["wrapped"] == world_torch.LAYERS
         assert r["regions"] == r["recomputes"] == regions
-        assert r["same losses"]
         assert r["keys"], "state_dict has other keys than the plain model"
-        if how.endswith("None"):
-            assert r["equal"], "a gradient differs from that of torch's checkpointing"
-            assert r["compressed"] == 0
-        else:
-            assert r["compressed"] == r["eligible"] == regions
+        world_torch.assert_as_torchs(r, how, regions)
+        if not how.endswith("None"):
             values = world_torch.ROWS * world_torch.LENGTH * world_torch.WIDTH
             assert r["bytes_in"] == regions * values * (2 if "bf16" in engine else 4)
             assert r["bytes_out"] == regions * values * 8.25 / 8  # a byte for each row of 64
-            assert 0 < r["error"] < 0.01
-            assert r["cosine"] > 0.9998
 
 
 @pytest.mark.parametrize("engine", SAVES)
@@ -143,8 +138,6 @@ ACCELERATE = {
 
 @pytest.fixture(scope="module")
 def accelerated(tmp_path_factory):
-    import world_accelerate
-
     return worlds.run(world_accelerate.accelerate_engines, tmp_path_factory.mktemp("accelerate"))
 
 
@@ -156,15 +149,9 @@ def test_accelerate(accelerated, engine, how):
         assert r["engine"].startswith(prefix)
         assert r["wrapped"] == 3
         assert r["regions"] == r["recomputes"] == 6
-        assert r["same losses"]
         assert r["keys"]
-        if how.endswith("None"):
-            assert r["equal"], "a gradient differs from that of transformers' own checkpointing"
-        else:
-            assert r["compressed"] == r["eligible"] == 6
-            assert 0 < r["bytes_out"] < 0.26 * r["bytes_in"]
-            assert 0 < r["error"] < 0.01
-            assert r["cosine"] > 0.9998
+        world_torch.assert_as_torchs(r, how, 6)
+        assert how.endswith("None") or 0 < r["bytes_out"] < 0.26 * r["bytes_in"]
 
 
 @pytest.mark.parametrize("version", ["fsdp1", "fsdp2"])

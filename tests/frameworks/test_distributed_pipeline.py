@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
-from world_torch import ALL, COMPRESS, WIDTH, Block, compare, disk, figures, is_block, wrap
+from world_torch import ALL, COMPRESS, WIDTH, Block, assert_as_torchs, compare, disk, figures, is_block, wrap
 from worlds import RANK
 
 import gradckpt
@@ -133,18 +133,12 @@ def found(tmp_path_factory):
 def test_schedule(found, schedule, how):
     for rank in found:
         r = rank[f"{schedule} {how}"]
-        assert r["same losses"]
         mine, torchs = r["calls"]
         assert mine == torchs > 0  # as often as torch's checkpoint, where a backward is split, too
         assert r["live_bytes"] == 0
-        if how == "None":
-            assert r["equal"], "a gradient differs from that of torch's checkpointing"
-            assert r["compressed"] == 0
-        else:
-            # A stage's own input is a leaf, which the schedule keeps anyway.
-            assert r["compressed"] == r["eligible"] > 0
-            assert 0 < r["error"] < 0.01
-            assert r["cosine"] > 0.9998
+        # A stage's own input is a leaf, which the schedule keeps anyway.
+        assert_as_torchs(r, how, r["eligible"])
+        assert r["eligible"] > 0 or how == "None"
 
 
 @pytest.fixture(scope="module")

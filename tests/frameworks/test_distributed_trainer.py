@@ -107,8 +107,6 @@ pytest.importorskip("transformers", minversion="5.17", reason="the Trainer befor
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    pass
-
     return worlds.run(trainers, tmp_path_factory.mktemp("trainer"))
 
 

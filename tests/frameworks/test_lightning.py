@@ -2,8 +2,6 @@
 Fabric; strategies' flags."""
 
 import os
-import subprocess
-import sys
 import warnings
 
 import lightning.pytorch as pl
@@ -15,7 +13,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies.fsdp import _activation_checkpointing_kwargs, _setup_activation_checkpointing
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning_modules import LAYERS, Block, LateStack, Llama, Stack, data
+from lightning_modules import LAYERS, QUIET, Block, LateStack, Llama, Record, Stack, data
+from model_families import equal, error
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 
 import gradckpt
@@ -30,15 +29,6 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{words}") for words in OTHERS]
 
 BATCHES = 4
 KINDS = {"stack": Stack, "late": LateStack, "llama": Llama}
-
-
-class Record(pl.Callback):
-    def __init__(self):
-        self.gradients = {}
-
-    def on_after_backward(self, trainer, pl_module):
-        if not self.gradients:
-            self.gradients = {name: p.grad.clone() for name, p in pl_module.named_parameters() if p.grad is not None}
 
 
 class Lines(pl.loggers.Logger):
@@ -58,17 +48,7 @@ class Lines(pl.loggers.Logger):
 
 
 def trainer(*callbacks, **options):
-    given = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        **options,
-    }
-    return pl.Trainer(callbacks=list(callbacks), **given)
+    return pl.Trainer(callbacks=list(callbacks), **{**QUIET, "devices": 1, **options})
 
 
 def callback(kind, compress="int8", **options):
@@ -97,15 +77,6 @@ def stock(kind):
     return losses, {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in gradients.items()}
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def error(found, exact):
-    a, b = (torch.cat([g[name].flatten() for name in exact]) for g in (found, exact))
-    return ((a - b).norm() / b.norm()).item()
-
-
 def touched(module):
     return [name for name, each in module.named_modules() if region_of(each) is not None or "forward" in vars(each)]
 
@@ -122,7 +93,7 @@ class TestTrains:
         assert gradckpt.stats()["regions"] == LAYERS * BATCHES
         exact, exact_gradients = stock(kind)
         assert losses == exact
-        assert same(gradients, exact_gradients)
+        assert equal(gradients, exact_gradients)
 
     def test_within_the_bound_of_int8(self, kind):
         losses, gradients = fit(KINDS[kind](), callback(kind))
@@ -155,14 +126,6 @@ class TestTrains:
 
 
 class TestWhatIsChosen:
-    @pytest.mark.parametrize(
-        ("modules", "count"),
-        [(Block, LAYERS), ({Block}, LAYERS), ("blocks.*.up", LAYERS), (gradckpt.selectors.every(2, Block), 2)],
-    )
-    def test_selectors(self, modules, count):
-        fit(Stack(), GradckptCallback(modules=modules))
-        assert gradckpt.stats()["compressed"] == count * BATCHES
-
     def test_rules_carry_their_own_codecs(self, caplog):
         with caplog.at_level("INFO"):
             fit(Stack(), GradckptCallback("int8", {"blocks.0": "raw", "blocks.1": {"preserve_rng_state": False}}))
@@ -295,22 +258,17 @@ class TestTheTrainersLife:
         said = "in compiled graphs 3 tensors compressed, 24.00 KiB -> 6.19 KiB per call" in caplog.text
         assert said == (compress is not None)
 
-    def test_only_the_other_copy_is_installed(self):
-        program = """
-import sys
-sys.modules["lightning"] = None  # as if it were not there
-from gradckpt.integrations.lightning import GradckptCallback
-import pytorch_lightning as pl
-assert issubclass(GradckptCallback, pl.Callback)
-"""
-        done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    def test_the_other_copy_of_lightning(self):
+    @pytest.mark.parametrize("alone", [True, False])
+    def test_the_other_copy_of_lightning(self, alone):
+        """Also where it is the only one."""
         program = f"""
+import sys
+if {alone}:
+    sys.modules["lightning"] = None  # as if it were not there
+    import gradckpt.integrations.lightning
 import pytorch_lightning as pl, torch
 from gradckpt.integrations.lightning import GradckptCallback
-import gradckpt, sys
+import gradckpt
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -326,8 +284,7 @@ quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False
 pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[ours], **quiet).fit(Module(), loader)
 assert gradckpt.stats()["compressed"] == {LAYERS} * 4, gradckpt.stats()
 """
-        done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        worlds.call("-c", program, env=environment())
 
 
 class TestLogs:
@@ -359,11 +316,6 @@ class TestLogs:
             fit(Wrapped(), StatsCallback(), logger=lines, log_every_n_steps=1)
         assert lines.rows[0]["gradckpt/compressed"] == LAYERS
         assert f"gradckpt: {total} regions; compressed {total} of {total} inputs, 96.00 KiB -> 24.75 KiB" in caplog.text
-
-    def test_what_was_chosen_is_said(self, caplog):
-        with caplog.at_level("INFO"):
-            fit(Stack(), callback("stack"))
-        assert f"gradckpt: <gradckpt handle: {LAYERS} modules of Stack" in caplog.text
 
 
 class Marked(SingleDeviceStrategy):
@@ -455,8 +407,8 @@ class TestTwoRanks:
             assert found["regions"] == LAYERS * len(exact["losses"]) > 0
             assert found["losses"] == exact["losses"]
             for key in ("gradients", "parameters"):
-                assert len(found[key]) == len(exact[key]) > 0
-                assert all(map(torch.equal, found[key], exact[key]))
+                assert exact[key]
+                assert equal(found[key], exact[key])
 
     @pytest.mark.parametrize("kind", ["int8", "wrapped"])
     def test_within_the_bound_of_int8(self, ranks, how, kind):
@@ -464,8 +416,7 @@ class TestTwoRanks:
             found, exact = fits[how][kind], fits[how]["stock"]
             assert found["compressed"] == found["regions"] == LAYERS * len(exact["losses"])
             assert found["losses"][0] == exact["losses"][0]
-            gradients = [dict(enumerate(each["gradients"])) for each in (found, exact)]
-            assert 0 < error(*gradients) < 0.02
+            assert 0 < error(found["gradients"], exact["gradients"]) < 0.02
 
     def test_ranks_hold_what_they_should(self, ranks, how):
         """Replicas are equal; shards are not, and are smaller than the whole."""
@@ -516,8 +467,4 @@ def test_fabric():
 
 @pytest.mark.parametrize("options", [["--devices", "2"], ["--devices", "1", "--compress", "none"]])
 def test_example(options):
-    command = [sys.executable, ROOT / "examples" / "lightning_ddp.py", *options]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "FAILED" not in done.stdout
-    assert "24 regions" in done.stdout
+    worlds.example_passes("lightning_ddp", *options, env=environment())

@@ -138,12 +138,6 @@ class TestTraining:
         same_of = dict(twin.named_parameters())
         assert all(torch.equal(p, same_of[name]) for name, p in model.named_parameters())
 
-    def test_disable(self, model, kind, tmp_path):
-        gradckpt.enable(model)
-        gradckpt.disable(model)
-        _, count = train(model, tmp_path, {"use_reentrant": False})
-        assert count == 0
-
 
 def test_enable_reaches_the_model_inside(embedder, encoder):
     assert len(gradckpt.enable(embedder).modules) == LAYERS

@@ -6,11 +6,10 @@ looked at here was measured by one program in a process of its own.
 """
 
 import json
-import subprocess
-import sys
 
 import processes
 import pytest
+import worlds
 from checkout import PROGRAMS
 
 #: family -> (regions of a step, the largest error of the gradients with int8). A ResNet is all ReLU
@@ -28,11 +27,8 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def measured():
-    program = [PROGRAMS / "torchvision_operators.py", PROGRAMS / "timm_families.py"]
     env = {**processes.environment(), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *map(str, program)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = worlds.call(PROGRAMS / "torchvision_operators.py", PROGRAMS / "timm_families.py", env=env)
     assert done.stderr == ""
     return json.loads(done.stdout)
 

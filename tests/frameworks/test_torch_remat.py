@@ -123,27 +123,6 @@ def test_compressed_inputs(fake_quantize):
             torch.testing.assert_close(a, b, rtol=0.1, atol=0.1 * float(b.abs().max()))
 
 
-def test_discrete_operators_are_counted_around_kept_regions():
-    """The recompute meets one argmax, the second of the forward, and replays that one."""
-    w = torch.nn.Parameter(torch.randn(16, 16))
-
-    def pick(x):
-        return x * torch.nn.functional.one_hot(x.argmax(-1), x.shape[-1])
-
-    def function(x):
-        x = kept(lambda x: pick(x) + x)(x)
-        remat.recompute_needs_tensor(x)
-        return (pick(x.roll(1, -1)) @ w).sin()
-
-    config = {"codec": "int4", "min_numel": 1}
-    x = (X * 1).requires_grad_()
-    grads = []
-    for compress in (None, config):
-        y = gradckpt.checkpoint(function, x * 1, compress=compress)
-        grads += torch.autograd.grad(y.sum(), w)
-    assert torch.equal((grads[0] == 0).all(1), (grads[1] == 0).all(1))
-
-
 @pytest.mark.parametrize(
     "way",
     [checkpointed(BLOCK, use_reentrant=True), lambda x: gradckpt.SelectiveRecompute.apply(BLOCK, None, x)],
@@ -203,46 +182,6 @@ def test_exceptions_leave_no_state():
         gradckpt.checkpoint(function, X * 1)
     assert ours._found.state.get() is None
     assert run(checkpointed(BLOCK), MODULES, CALLS).equals(run(BLOCK, MODULES, CALLS))
-
-
-def test_results_may_be_changed_in_place():
-    """torch_remat's own checkpoint returns views, which may not be."""
-    w = torch.nn.Parameter(torch.ones(16))
-
-    def step(region):
-        y = region(X * w)
-        y += 1
-        return torch.autograd.grad(y.square().sum(), w)[0]
-
-    assert torch.equal(step(checkpointed(kept(torch.sin))), step(torch.sin))
-
-
-def test_an_input_that_is_returned_needs_no_recompute():
-    ran = []
-
-    def function(x):
-        ran.append(x)
-        return kept(torch.sin)(x), x
-
-    x = X.clone().requires_grad_()
-    y, same = gradckpt.checkpoint(function, x * 1)
-    same.sum().backward(retain_graph=True)
-    assert len(ran) == 1
-    y.sum().backward()
-    assert len(ran) == 2
-
-
-def test_two_results_and_containers():
-    w = torch.nn.Parameter(torch.ones(16))
-
-    def function(x):
-        a, b = remat.region(lambda x: (x.sin(), x.cos()), "both", recompute=False)(x * w)
-        return {"a": a, "b": [b, None, 3]}
-
-    for key, other in (("a", torch.sin), ("b", torch.cos)):
-        out = gradckpt.checkpoint(function, X)
-        y = out["a"] if key == "a" else out["b"][0]
-        assert torch.equal(torch.autograd.grad(y.sum(), w)[0], torch.autograd.grad(other(X * w).sum(), w)[0])
 
 
 def test_threads():

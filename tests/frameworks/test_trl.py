@@ -110,14 +110,6 @@ def test_sft_takes_its_own_key_out(model, selective, tmp_path):
     assert ("context_fn" in function.keywords) is selective
 
 
-def test_sft_as_enable_said(model, tmp_path):
-    """No kwargs at all: what enable said holds."""
-    handle = gradckpt.enable(model, compress="int6")
-    _, count = finetune(model, tmp_path, None)
-    assert count == STEPS * LAYERS
-    assert config_of(handle).codec == "int6"
-
-
 @pytest.mark.parametrize("kwargs", [None, {"compress": "int8"}, {"use_reentrant": False}], ids=str)
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
 def test_generation_between_steps(model, adapters, kwargs):
