@@ -25,6 +25,7 @@ from gradckpt._models.transformers_method import (
     Adapter,
     InnerAdapter,
     adapter_of,
+    has_every_n_layers,
     has_old_form,
     input_grad_hooks,
     replacement_of,
@@ -74,7 +75,7 @@ def turn_on(model: Any, options: Mapping[str, Any], every_n_layers: int, offload
             method.
     """
     settings = settings_from(options, every_n_layers, offload)
-    _check_model(model)
+    _check_model(model, settings)
     was_on = is_on(model)
     had_input_grads = bool(input_grad_hooks(model))
     adapter = Adapter(model, settings)
@@ -124,7 +125,7 @@ def enable_from_kwargs(model: Any, function: Any, every_n_layers: int) -> None:
     Raises:
         ValueError, TypeError: As :func:`enable`, and for errors in the kwargs.
     """
-    _check_model(model)
+    _check_model(model, Settings())
     for part, held in adapters_in(model):
         held.remove(part)
     adapter = Adapter(model, Settings(), by_flag=True)
@@ -243,7 +244,7 @@ def _with_modules(model: Any) -> str:
     return f"call gradckpt.enable(model, modules={written})"
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, settings: Settings) -> None:
     name = type(model).__name__
     marked = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
     if not getattr(model, "supports_gradient_checkpointing", False) or not marked:
@@ -264,6 +265,8 @@ def _check_model(model: Any) -> None:
             f"gradckpt: {name} defines {ADAPTER} in the form of transformers < 4.35, which takes no checkpointing "
             f"function; {_with_modules(model)}"
         )
+    if settings.every_n_layers > 1 and not has_every_n_layers(model):
+        raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
 
 
 def other_way(model: Any) -> str:
