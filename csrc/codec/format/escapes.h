@@ -75,7 +75,9 @@ GCK_FN uint8_t gck_escape_code(gck_format format, int kind)
         const uint8_t nan = format == GCK_E4M3 ? 0x7F : 0x7E, inf = format == GCK_E4M3 ? 0x7E : 0x7C;
         return (uint8_t)(kind == 0 ? nan : (kind <= 2 ? inf : 0x7D) | (kind % 2 == 0 ? 0x80 : 0));
     }
-    return (uint8_t)(kind == 0 ? -128 : kind == 1 ? 127 : kind == 2 ? -127 : kind == 3 ? 126 : -126);
+    const int half = 1 << (gck_code_bits(format) - 1);
+    const int code = kind == 0 ? half : kind == 1 ? half - 1 : kind == 2 ? 1 - half : kind == 3 ? half - 2 : 2 - half;
+    return (uint8_t)(code & (2 * half - 1));
 }
 
 /* The inverse: a kind, or -1 for the code of a finite value. */
@@ -224,13 +226,14 @@ GCK_SLOW_FN void gck_decode_table(gck_format format, const uint8_t *codes, void 
     }
 }
 
-/* ---- the formats that are not rotated, all of 8 bits: form A, and groups without escapes ---- */
+/* ---- the formats that are not rotated: form A, and groups without escapes ---- */
 
 /* noise: of the group's values; NULL rounds to nearest.  A group in form B is always rounded to
  * nearest. */
 GCK_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtype dtype, int count, const uint16_t *noise,
                                  uint8_t *codes, uint16_t *side)
 {
+    uint8_t code[GCK_GROUP];
     float amax = 0.f;
     int escaped = 0, other = 0;
 
@@ -255,9 +258,10 @@ GCK_FN void gck_encode_unrotated(gck_format format, const void *x, gck_dtype dty
 
     for (int i = 0; i < GCK_GROUP; i++) {
         const float v = i < count ? gck_load(x, dtype, i) : 0.f;
-        codes[i] = gck_escapes(v, dtype) ? gck_escape_code(format, gck_escape_kind(v, dtype))
-                 : amax > 0.f ? gck_code(format, escaped, v * scale, m, noise != NULL ? noise[i] : GCK_NEAREST) : 0;
+        code[i] = gck_escapes(v, dtype) ? gck_escape_code(format, gck_escape_kind(v, dtype))
+                : amax > 0.f ? gck_code(format, escaped, v * scale, m, noise != NULL ? noise[i] : GCK_NEAREST) : 0;
     }
+    gck_pack_codes(format, code, codes);
     side[0] = (uint16_t)((amax > 0.f ? stored - (uint32_t)(k * 128) : 0u) | (escaped ? GCK_ESC : 0u));
 }
 
@@ -269,11 +273,12 @@ GCK_FN void gck_decode_unrotated(gck_format format, const uint8_t *codes, uint32
         return;
     }
     for (int i = 0; i < count; i++) {
-        const int kind = scale & GCK_ESC ? gck_escape_of_code(format, codes[i]) : -1;
+        const uint8_t code = gck_packed_code(format, codes, i);
+        const int kind = scale & GCK_ESC ? gck_escape_of_code(format, code) : -1;
         if (kind >= 0) {
             gck_store_escape(x, dtype, i, gck_escape_value(kind, dtype));
         } else {
-            gck_store(x, dtype, i, gck_times_step(format, gck_code_value(format, codes[i]), scale & 0x7FFFu));
+            gck_store(x, dtype, i, gck_times_step(format, gck_code_value(format, code), scale & 0x7FFFu));
         }
     }
 }

@@ -13,7 +13,14 @@
 
 /* ---- steps ---- */
 
-/* escaped: in form A, see group.h. */
+/* The largest magnitude of an integer code.  escaped: in form A, see group.h. */
+GCK_FN int gck_top_code(gck_format format, int escaped)
+{
+    const int top = (1 << (gck_code_bits(format) - 1)) - 1;
+
+    return gck_has_levels(format) && !escaped ? 127 : escaped ? top - 2 : top;
+}
+
 GCK_FN float gck_step_factor(gck_format format, int escaped, int noisy)
 {
     return escaped ? gck_factor_escaped(format) : noisy ? gck_factor_noisy(format) : gck_factor(format);
@@ -107,22 +114,30 @@ GCK_FN float gck_fp8_value(gck_format format, uint8_t code)
         : gck_float((code & 0x80u) << 24 | (code & 0x7Fu) << 21) * 0x1p112f;
 }
 
-/* ---- codes that are multiples of a step: 8 bits ---- */
+/* ---- codes that are multiples of a step ---- */
 
-/* m_or_inv is the result of gck_multiplier(). */
+/* m_or_inv is the result of gck_multiplier().  For int6 and int4: the codes of form A. */
 GCK_FN uint8_t gck_code(gck_format format, int escaped, float x, float m_or_inv, int noise)
 {
     if (gck_is_fp8(format)) {
         return gck_fp8_code(format, escaped, x, m_or_inv, noise);
     }
     const int code = noise < 0 ? gck_round_product(x, m_or_inv)
-                               : gck_round_noisy(x, m_or_inv, noise, escaped ? 125 : 127);
-    return (uint8_t)code;
+                               : gck_round_noisy(x, m_or_inv, noise, gck_top_code(format, escaped));
+    return (uint8_t)(code & ((1 << gck_code_bits(format)) - 1));
+}
+
+/* The signed integer of such a code. */
+GCK_FN int gck_signed(gck_format format, uint8_t code)
+{
+    const int shift = 8 - gck_code_bits(format);
+
+    return (int8_t)(uint8_t)(code << shift) >> shift;
 }
 
 GCK_FN float gck_code_value(gck_format format, uint8_t code)
 {
-    return gck_is_fp8(format) ? gck_fp8_value(format, code) : (float)(int8_t)code;
+    return gck_is_fp8(format) ? gck_fp8_value(format, code) : (float)gck_signed(format, code);
 }
 
 /* value(code) * s, in steps, so that no intermediate over- or underflows: every product is exact
@@ -170,6 +185,15 @@ GCK_HOT_FN void gck_unpack_codes(gck_format format, const uint8_t *packed, uint8
             code[4 * b + k] |= (uint8_t)((packed[64 + b] >> (2 * k) & 3) << 4);
         }
     }
+}
+
+GCK_FN uint8_t gck_packed_code(gck_format format, const uint8_t *packed, int i)
+{
+    if (gck_code_bits(format) == 8) {
+        return packed[i];
+    }
+    const int four = packed[i / 2] >> (4 * (i % 2)) & 15;
+    return (uint8_t)(gck_code_bits(format) == 4 ? four : four | (packed[64 + i / 4] >> (2 * (i % 4)) & 3) << 4);
 }
 
 #endif
