@@ -39,9 +39,7 @@ def _unseen() -> Iterator[None]:
 Says = str | Callable[..., str]
 
 
-def _says(
-    name: str, otherwise: Says, kind: type[Exception] = RuntimeError, *, seen: bool = False
-) -> Callable[[Any], Any]:
+def _says(otherwise: Says, kind: type[Exception] = RuntimeError, *, seen: bool = False) -> Callable[[Any], Any]:
     """Let a function that makes torch raise return what torch raises, else an error of that kind
     with a sentence of ours, of which it may be made from the same arguments.
 
@@ -49,6 +47,7 @@ def _says(
     """
 
     def decorate(provoke: Callable[..., Any]) -> Callable[..., Exception]:
+        @functools.wraps(provoke)
         def said(*of: Any) -> Exception:
             try:
                 with contextlib.nullcontext() if seen else _unseen():
@@ -59,7 +58,7 @@ def _says(
                 return error.with_traceback(None)
             return kind(f"gradckpt: {otherwise if isinstance(otherwise, str) else otherwise(*of)}")
 
-        KINDS[name] = said
+        KINDS[provoke.__name__] = said
         return said
 
     return decorate
@@ -80,10 +79,12 @@ def _pack(frame: Callable[[], Any]) -> None:
     private.RecomputeHook(frame, 0).pack_hook(types.SimpleNamespace(requires_grad=False))
 
 
-_says("recompute_over", "a recompute that is over saves a tensor", AssertionError)(lambda: _pack(_nothing))
+@_says("a recompute that is over saves a tensor", AssertionError)
+def recompute_over() -> None:
+    _pack(_nothing)
 
 
-@_says("went_on", "the function of a region caught what ends its recompute; let it through", AssertionError)
+@_says("the function of a region caught what ends its recompute; let it through", AssertionError)
 def went_on() -> None:
     """Of a function that catches the exception which ends its recompute."""
     frame = _frame()
@@ -91,14 +92,12 @@ def went_on() -> None:
     _pack(weakref.ref(frame))
 
 
-_says(
-    "lost",
-    "the recompute of a region has not made a tensor that its backward needs; please report this",
-    AssertionError,
-)(lambda: private.internal_assert(False))
+@_says("the recompute of a region has not made a tensor that its backward needs; please report this", AssertionError)
+def lost() -> None:
+    private.internal_assert(False)
 
 
-@_says("more_saved", "the recompute saves more tensors than the forward", torch_checkpoint.CheckpointError)
+@_says("the recompute saves more tensors than the forward", torch_checkpoint.CheckpointError)
 def more_saved() -> None:
     frame = _frame()
     frame.forward_completed = True
@@ -106,7 +105,6 @@ def more_saved() -> None:
 
 
 @_says(
-    "fewer_saved",
     lambda forward, recompute: (
         f"the forward saved {forward} tensors and the recompute {recompute}; make both runs alike"
     ),
@@ -124,7 +122,7 @@ def _other_metadata(rows: list[tuple[int, Any, Any]]) -> str:
     return f"{differences}make both runs alike"
 
 
-@_says("other_metadata", _other_metadata, torch_checkpoint.CheckpointError)
+@_says(_other_metadata, torch_checkpoint.CheckpointError)
 def other_metadata(rows: list[tuple[int, Any, Any]]) -> None:
     """``rows``: position, and what the forward and the recompute have there."""
     frame = _frame()
@@ -149,11 +147,7 @@ class _Unpacked(dict):  # type: ignore[type-arg]
         return None
 
 
-@_says(
-    "unpacked_twice",
-    "a saved tensor is unpacked a second time; read ctx.saved_tensors once",
-    torch_checkpoint.CheckpointError,
-)
+@_says("a saved tensor is unpacked a second time; read ctx.saved_tensors once", torch_checkpoint.CheckpointError)
 def unpacked_twice() -> None:
     frame, holder = _frame(), private.CheckpointHolder()
     frame.is_recomputed = collections.defaultdict(lambda: True)
@@ -161,7 +155,7 @@ def unpacked_twice() -> None:
     private.CheckpointHook(frame).unpack_hook(holder)
 
 
-@_says("stop_iteration", str)
+@_says(str)
 def stop_iteration(error: BaseException) -> None:
     """Raise what leaves a generator, which torch's checkpoint is inside, in place of this."""
 
@@ -177,7 +171,7 @@ def stop_iteration(error: BaseException) -> None:
 # ---- selective contexts ----
 
 
-@_says("no_entry", lambda op, *_: f"the recompute calls {op}, of which its forward has kept nothing")
+@_says(lambda op, *_: f"the recompute calls {op}, of which its forward has kept nothing")
 def no_entry(op: Any, index: int, known: int, consumed: int) -> None:
     """Of a call of the recompute of which nothing is kept."""
     key, storage = private.storage_key(op, ()), collections.defaultdict(dict)  # type: ignore[var-annotated]
@@ -191,51 +185,54 @@ def no_entry(op: Any, index: int, known: int, consumed: int) -> None:
     mode.__torch_dispatch__(op, (), (), {})
 
 
-@_says("mutated", "what a policy keeps was changed in place; clone it first")
+@_says("what a policy keeps was changed in place; clone it first")
 def mutated() -> None:
     kept = private.VersionWrapper(torch.empty(0))
     kept.version = -1
     kept.get_val(False)
 
 
-#: Of an entry of a policy's list that is no overload of an operator.
-no_operator = _says(
-    "no_operator", lambda op: f"a policy lists operators as torch.ops.aten.mm.default, not {op!r}", ValueError
-)(lambda op: private.imported_contexts([op]))
+@_says(lambda op: f"a policy lists operators as torch.ops.aten.mm.default, not {op!r}", ValueError)
+def no_operator(op: Any) -> None:
+    """Of an entry of a policy's list that is no overload of an operator."""
+    private.imported_contexts([op])
 
 
 # ---- keywords ----
 
 
-#: Of keywords that the reentrant form does not take.
-for_reentrant = _says(
-    "for_reentrant", lambda keywords: f"use_reentrant=True takes no {', '.join(keywords)}", ValueError
-)(lambda keywords: private.torchs_checkpoint(_nothing, use_reentrant=True, **keywords))
+@_says(lambda keywords: f"use_reentrant=True takes no {', '.join(keywords)}", ValueError)
+def for_reentrant(keywords: dict[str, Any]) -> None:
+    """Of keywords that the reentrant form does not take."""
+    private.torchs_checkpoint(_nothing, use_reentrant=True, **keywords)
 
-#: Of keywords that ``checkpoint_sequential`` does not take.
-for_sequential = _says(
-    "for_sequential", lambda keywords: f"checkpoint_sequential takes no {', '.join(keywords)}", ValueError
-)(lambda keywords: private.torchs_sequential([_nothing], 1, None, use_reentrant=False, **keywords))
 
-unknown_check = _says(
-    "unknown_check", lambda value, checks: f"determinism_check is one of {list(checks)}, not {value!r}", ValueError
-)(lambda value, checks: private.torchs_checkpoint(_nothing, use_reentrant=False, determinism_check=value))
+@_says(lambda keywords: f"checkpoint_sequential takes no {', '.join(keywords)}", ValueError)
+def for_sequential(keywords: dict[str, Any]) -> None:
+    """Of keywords that ``checkpoint_sequential`` does not take."""
+    private.torchs_sequential([_nothing], 1, None, use_reentrant=False, **keywords)
 
-_says("debug_with_contexts", "debug=True and context_fn= exclude each other", ValueError)(
-    lambda: private.torchs_checkpoint(_nothing, use_reentrant=False, debug=True, context_fn=_nothing)
-)
+
+@_says(lambda value, checks: f"determinism_check is one of {list(checks)}, not {value!r}", ValueError)
+def unknown_check(value: Any, checks: Any) -> None:
+    private.torchs_checkpoint(_nothing, use_reentrant=False, determinism_check=value)
+
+
+@_says("debug=True and context_fn= exclude each other", ValueError)
+def debug_with_contexts() -> None:
+    private.torchs_checkpoint(_nothing, use_reentrant=False, debug=True, context_fn=_nothing)
 
 
 # ---- contexts ----
 
 
-#: Of contexts that are no dispatch modes, while a graph is traced.
-no_modes = _says("no_modes", "contexts of a region that is traced are dispatch modes", AssertionError, seen=True)(
-    lambda *contexts: private.torchs_checkpoint(_nothing, use_reentrant=False, context_fn=lambda: contexts)
-)
+@_says("contexts of a region that is traced are dispatch modes", AssertionError, seen=True)
+def no_modes(forward: Any, recompute: Any) -> None:
+    """Of contexts that are no dispatch modes, while a graph is traced."""
+    private.torchs_checkpoint(_nothing, use_reentrant=False, context_fn=lambda: (forward, recompute))
 
 
-@_says("suppressed", "the forward's context swallowed an exception of the forward; let it through")
+@_says("the forward's context swallowed an exception of the forward; let it through")
 def suppressed() -> None:
     """Of a forward's context that has swallowed what the forward raised."""
 
@@ -247,7 +244,7 @@ def suppressed() -> None:
         private.torchs_checkpoint(fail, use_reentrant=False, context_fn=lambda: contexts)
 
 
-@_says("device_began", "a region's forward was the first to use the device; use it once before")
+@_says("a region's forward was the first to use the device; use it once before")
 def device_began() -> None:
     """Of a forward that was the first to use the device."""
     device = types.SimpleNamespace(_initialized=False)
@@ -262,13 +259,13 @@ def device_began() -> None:
 # ---- the reentrant form ----
 
 
-# Of a backward of some inputs alone, in which this is called.
-_says("inputs_given", "use_reentrant=True needs a backward() without inputs=; pass use_reentrant=False")(
-    lambda: torch_checkpoint.CheckpointFunction.backward(None)
-)
+@_says("use_reentrant=True needs a backward() without inputs=; pass use_reentrant=False")
+def inputs_given() -> None:
+    """Of a backward of some inputs alone, in which this is called."""
+    torch_checkpoint.CheckpointFunction.backward(None)
 
 
-@_says("no_grad_output", "no output of the region requires grad; call it without a checkpoint")
+@_says("no output of the region requires grad; call it without a checkpoint")
 def no_grad_output() -> None:
     with torch.enable_grad():
         x = torch.zeros(1, requires_grad=True)
