@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from gradckpt import codecs
-from gradckpt._apart import apart
 from gradckpt._compression import CompressionConfig
 from gradckpt._engine import ill_conditioned
 from gradckpt._exact_gradients import Comparison, ExactGradients
 from gradckpt._gradient_report import BF16, FLOORS, SAMPLES, Floor, GradientError, GradientErrors
-from gradckpt._models import activity
+from gradckpt._models import inactivity_warning
 from gradckpt._models.switch import Modules, is_enabled
 from gradckpt._patching import patched
 from gradckpt._settings import EXACT, Candidate, Setting, setting_of
@@ -33,6 +32,7 @@ from gradckpt._training_step import (
     step_of_function,
     tensors_of_batch,
 )
+from gradckpt._trial_process import apart
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class Trial:
         with (
             ill_conditioned.reported() as self.amplified,
             refuse_writes(self.model.parameters()),
-            activity.unobserved(),
+            inactivity_warning.unobserved(),
             patch,
             active,
         ):
@@ -286,7 +286,7 @@ def _inactive(trial: Trial, setting: Setting, counted: Stats, patch: patched) ->
     elif setting.recomputes and not counted["regions"]:
         reason = "none of the checkpointed modules was called"
     else:
-        reason = activity.inactive_reason(counted)
+        reason = inactivity_warning.inactive_reason(counted)
     return f"compressed nothing: {reason}"
 
 

@@ -31,7 +31,7 @@ from gradckpt._engine.decorator import check_runs_at_call
 from gradckpt._engine.places import place_of
 from gradckpt._engine.region_callbacks import tracing_mode_active
 from gradckpt._engine.selective import contexts_of
-from gradckpt._models import activity
+from gradckpt._models import inactivity_warning
 from gradckpt._models.keywords import is_old_default
 from gradckpt._offload import OffloadLike, parse_offload
 from gradckpt._stats import PEAKS, Stats, highest, latest_peaks, restart_peaks, stats
@@ -404,7 +404,7 @@ class patched:
         if self.active and not private.is_of_checkpoint(holder):
             return f"torch.utils.checkpoint.checkpoint was replaced by {holder!r}; undo that"
         if not s["calls"] and s["regions_eligible"]:
-            return activity.inactive_reason(s)
+            return inactivity_warning.inactive_reason(s)
         if not s["calls"] and s["regions"]:
             return (
                 "the regions called gradckpt.checkpoint without compression, which a patch leaves alone; there, pass "
@@ -427,7 +427,7 @@ class patched:
             )
         if not s["regions"]:
             return f"all {s['calls']} calls of checkpoint were made without grad"
-        return activity.inactive_reason(s)
+        return inactivity_warning.inactive_reason(s)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count an optimizer step, of any optimizer.
@@ -443,11 +443,11 @@ class patched:
     def _say(self) -> None:
         """Warn once, unless the engine has already warned."""
         reason = self.inactive_reason
-        if reason is None or self._said or activity.has_said():
+        if reason is None or self._said or inactivity_warning.has_said():
             return
         self._said = True
         what = f"patched({self.config.codec!r}) compressed nothing" if self.config else "the policy did nothing"
-        activity.say(f"{what}: {reason}", mend=not activity.are_small(self.stats()))
+        inactivity_warning.say(f"{what}: {reason}", mend=not inactivity_warning.are_small(self.stats()))
 
 
 def _tell_dynamo() -> None:

@@ -15,7 +15,7 @@ from gradckpt._engine import saved_roles, selective
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import module_behind
 from gradckpt._engine.op_policy import Policy
-from gradckpt._engine.side_effects import graph_behind
+from gradckpt._engine.trial_calls import graph_behind
 from gradckpt._engine.user_lines import ENGINES, outside, outwards
 from gradckpt._stats import advice, columns, format_bytes
 

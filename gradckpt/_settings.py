@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradckpt import _C
 from gradckpt._compression import CompressionConfig, parse_compress
-from gradckpt._models import activity
+from gradckpt._models import inactivity_warning
 from gradckpt._models.regions import prepare, regions_in
 from gradckpt._models.rules import OF_MODULES, parse_options
 from gradckpt._models.switch import Handle, Modules, enable, snapshot, take_off
@@ -80,7 +80,7 @@ class Setting:
         places = _places(model, modules) if as_enabled else [(model, {})]
         put_back = snapshot(model)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(activity.unobserved())
+            stack.enter_context(inactivity_warning.unobserved())
             stack.callback(put_back)
             stack.callback(take_off, model)
             take_off(model)

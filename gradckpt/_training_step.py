@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradckpt._apart import shown_as_base
 from gradckpt._engine import torch_private as private
 from gradckpt._gradient_report import SAMPLES, TOKENS
+from gradckpt._trial_process import shown_as_base
 
 T = TypeVar("T")
 

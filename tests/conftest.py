@@ -109,9 +109,9 @@ def _collections_are_short():
 def _no_report_on_earlier_tests():
     """The first two steps since ``stats.reset()`` are judged by all that was counted. A test that
     expects a report resets; in any other, these may be steps of tests before it."""
-    activity = sys.modules.get("gradckpt._models.activity")
-    if activity is not None:
-        activity._now().steps = activity.PATIENCE
+    warning = sys.modules.get("gradckpt._models.inactivity_warning")
+    if warning is not None:
+        warning._now().steps = warning.PATIENCE
 
 
 @pytest.fixture(autouse=True)

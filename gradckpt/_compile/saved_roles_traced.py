@@ -23,7 +23,7 @@ from torch.fx import Node
 from gradckpt import _C
 from gradckpt._compile.saved_forms import hint
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.side_effects import graph_behind
+from gradckpt._engine.trial_calls import graph_behind
 
 #: Keys of a traced node's ``meta``: how autograd's nodes save it, by their numbers; what autograd's
 #: node of its operator is; the settings of its block.

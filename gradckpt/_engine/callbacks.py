@@ -25,7 +25,7 @@ from gradckpt._engine import (
 )
 from gradckpt._engine import region_callbacks as region
 from gradckpt._engine import selective_callbacks as selective
-from gradckpt._models import activity
+from gradckpt._models import inactivity_warning
 
 TABLE: dict[str, Callable[..., Any]] = {
     "are_alike": selective.are_alike,
@@ -67,7 +67,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "nodes_behind": saved_roles.nodes_behind,
     "note_create_graph": region.note_create_graph,
     "note_keyword": arguments.note_keyword,
-    "note_step": activity.note_step,
+    "note_step": inactivity_warning.note_step,
     "original_of": remat.original_of,
     "parse_plan": region.parse_plan,
     "payload_repr": region.payload_repr,

@@ -26,7 +26,7 @@ from gradckpt import _C, codecs
 from gradckpt._compression import warn_user
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.arguments import name_of
-from gradckpt._engine.side_effects import graph_behind, is_capturing
+from gradckpt._engine.trial_calls import graph_behind, is_capturing
 from gradckpt._engine.user_lines import ENGINES, outside
 
 logger = logging.getLogger("gradckpt")

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from gradckpt import _C
 from gradckpt._compression import warn_inactive
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.side_effects import generator_states, restore_generators, without_policies
 from gradckpt._engine.torch_objects import raise_modified
+from gradckpt._engine.trial_calls import generator_states, restore_generators, without_policies
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -20,8 +20,8 @@ from gradckpt import _C
 from gradckpt._compression import warn_inactive
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.kept_calls import check_again, kept_elsewhere, recomputes, warn_runs_again
-from gradckpt._engine.side_effects import generator_states, restore_generators
 from gradckpt._engine.torch_objects import make_saved_tensor
+from gradckpt._engine.trial_calls import generator_states, restore_generators
 from gradckpt._engine.user_lines import outwards
 
 _NOTHING = torch.empty(0)

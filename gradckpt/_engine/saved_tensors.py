@@ -15,7 +15,7 @@ from gradckpt._compression import Compress, CompressionConfig, explains_keywords
 from gradckpt._engine import saved_roles
 from gradckpt._engine.decorator import check_runs_at_call
 from gradckpt._engine.places import SAVED, place_of
-from gradckpt._models import activity
+from gradckpt._models import inactivity_warning
 from gradckpt._offload import Offload, OffloadLike, parse_offload
 
 P = ParamSpec("P")
@@ -58,7 +58,7 @@ def call_saved(saves: compress_saved, function: Callable[..., R], args: tuple[An
 
 def _note_saved() -> None:
     if not torch.compiler.is_compiling():  # a graph counts by itself
-        activity.note_saved()
+        inactivity_warning.note_saved()
 
 
 @explains_keywords

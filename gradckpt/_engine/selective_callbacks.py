@@ -22,8 +22,8 @@ from gradckpt._engine.arguments import without_partials
 from gradckpt._engine.catching import catch
 from gradckpt._engine.op_mixing import has_effect
 from gradckpt._engine.op_policy import keeping_effects, kept, read_policy
-from gradckpt._engine.side_effects import is_capturing, leaves_behind
 from gradckpt._engine.torch_objects import barred_by
+from gradckpt._engine.trial_calls import is_capturing, leaves_behind
 from gradckpt._patching import CHECKPOINT
 
 # ---- policies ----

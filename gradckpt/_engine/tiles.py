@@ -17,15 +17,15 @@ from torch.nn import Module
 
 from gradckpt._engine import buffers, parameter_hooks
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.side_effects import (
+from gradckpt._engine.token_check import NARROW, TOKENS, TokenCheck, part_of, without_autocast_cache
+from gradckpt._engine.torch_objects import barred_by, make_saved_tensor
+from gradckpt._engine.trial_calls import (
     generator_states,
     holds_still,
     leaves_behind,
     restore_generators,
     without_policies,
 )
-from gradckpt._engine.token_check import NARROW, TOKENS, TokenCheck, part_of, without_autocast_cache
-from gradckpt._engine.torch_objects import barred_by, make_saved_tensor
 
 
 def run_in_tiles(

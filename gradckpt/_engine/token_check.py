@@ -12,7 +12,7 @@ from torch.nn import Module
 from gradckpt import _C
 from gradckpt._engine import buffers
 from gradckpt._engine import torch_private as private
-from gradckpt._engine.side_effects import (
+from gradckpt._engine.trial_calls import (
     MadeTensors,
     generator_states,
     reaches_before,

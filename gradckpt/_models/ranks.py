@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from gradckpt._compression import CompressionConfig, changes
 from gradckpt._engine import torch_private as private
-from gradckpt._models import activity
+from gradckpt._models import inactivity_warning
 
 logger = logging.getLogger("gradckpt")
 
@@ -92,7 +92,7 @@ class RankCheck:
         Raises:
             ValueError: Another rank disagrees.
         """
-        if activity.is_unobserved():
+        if inactivity_warning.is_unobserved():
             return
         group = _default_group()
         if group is None:

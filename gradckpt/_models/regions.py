@@ -24,7 +24,7 @@ from gradckpt._compression import CompressionConfig
 from gradckpt._engine.arguments import need_grad, own_keywords
 from gradckpt._engine.decorator import Decorated, check_runs_at_call
 from gradckpt._engine.saved_tensors import call_saved, compress_saved
-from gradckpt._models import activity, working_set
+from gradckpt._models import inactivity_warning, working_set
 from gradckpt._models.caches import with_caches
 from gradckpt._models.dtensors import localized
 from gradckpt._models.kinds import Tree, has_forward
@@ -107,10 +107,10 @@ class Chosen:
         working_set.install(self.tree, {modules[name]: chosen for name, chosen in self.settings.items()})
         for region in regions:
             region.install()
-        activity.register(self.tree.model)
-        activity.expect(self.tree.model, _why_inactive)
+        inactivity_warning.register(self.tree.model)
+        inactivity_warning.expect(self.tree.model, _why_inactive)
         why_replaced = functools.partial(_why_replaced, list(map(weakref.ref, regions)))
-        activity.expect(self.tree.model, why_replaced, always=True)
+        inactivity_warning.expect(self.tree.model, why_replaced, always=True)
 
 
 # ---- the wrapper ----
@@ -161,7 +161,7 @@ class Region(ReplacedForward):
             _check_not_recomputed(module)
         else:
             check_around(module, "gradckpt.enable", "")
-            activity.check_alone(f"this {self.kind}, checkpointed by gradckpt.enable,")
+            inactivity_warning.check_alone(f"this {self.kind}, checkpointed by gradckpt.enable,")
         self.rank_check.compare()
 
     def run(self, module: Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -204,7 +204,7 @@ def _check_not_recomputed(module: Module) -> None:
                 f"gradckpt: {type(part).__name__} in this {type(module).__name__} with recompute=False is checkpointed "
                 f"already: {why}"
             )
-    where = activity.inside_torchs_checkpoint()
+    where = inactivity_warning.inside_torchs_checkpoint()
     if where is not None:
         raise ValueError(
             f"gradckpt: this {type(module).__name__} has recompute=False and runs inside torch's own checkpoint "
@@ -225,8 +225,8 @@ def _why_inactive(model: Module) -> tuple[str, bool] | None:
         chosen = f"the {len(regions)} chosen modules of {type(model).__name__}"
         counted = stats()  # without regions they began anew, which tells nothing
         unused = counted["regions"] and not counted["recomputes"]
-        unused = unused and activity.are_frozen(region.module for region in regions)
-        return (f"{chosen} {activity.FROZEN}", False) if unused else None
+        unused = unused and inactivity_warning.are_frozen(region.module for region in regions)
+        return (f"{chosen} {inactivity_warning.FROZEN}", False) if unused else None
     never = f"none of the {len(regions)} chosen modules of {type(model).__name__} checkpointed"
     if _are_replaced(regions):
         return None  # _why_replaced says so

@@ -25,8 +25,8 @@ from gradckpt._engine.arguments import HOOKS_SEE_KEPT, check_int
 from gradckpt._engine.places import place_of
 from gradckpt._engine.torch_private import hooks_see_kept
 from gradckpt._engine.user_lines import outwards
-from gradckpt._models import activity
-from gradckpt._models.inactivity import ADAPTER, HELD, InactivityMonitor, after_forward, before_forward, describe
+from gradckpt._models import inactivity_warning
+from gradckpt._models.inactivity_hooks import ADAPTER, HELD, InactivityMonitor, after_forward, before_forward, describe
 from gradckpt._models.keywords import (
     Settings,
     check_together,
@@ -106,7 +106,7 @@ class Adapter(_Replacement):
         for module in model.modules():
             if hasattr(type(module), ADAPTER) and replacement_of(module) is None and not has_old_form(module):
                 setattr(module, ADAPTER, InnerAdapter(self, module))
-        activity.register(model)
+        inactivity_warning.register(model)
         model.register_forward_pre_hook(before_forward)
         model.register_forward_hook(after_forward)
 

@@ -28,10 +28,10 @@ from gradckpt import _C
 from gradckpt._engine import kept_calls
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.buffers import Calling
-from gradckpt._engine.side_effects import MadeTensors, holds_still, leaves_behind, reaches_before
 from gradckpt._engine.tiles import run_in_tiles
 from gradckpt._engine.token_check import TokenCheck
-from gradckpt._models import activity
+from gradckpt._engine.trial_calls import MadeTensors, holds_still, leaves_behind, reaches_before
+from gradckpt._models import inactivity_warning
 from gradckpt._models.caches import with_caches
 from gradckpt._models.kinds import Tree, has_forward
 from gradckpt._models.replaced_forward import ReplacedForward, replacements_of
@@ -264,7 +264,7 @@ def install(tree: Tree, regions: Mapping[Module, Settings]) -> None:
     for inner in found:
         inner.install()
     if found:
-        activity.expect(tree.model, _why_compiled)
+        inactivity_warning.expect(tree.model, _why_compiled)
 
 
 def _why_compiled(model: Module) -> tuple[str, bool] | None:

@@ -5,7 +5,7 @@
   ``fsdp``.
 * Profile, what regions cost: ``options``, ``devices``, ``device_memory``, ``plan_files`` and
   ``step_profile``, of which ``profile`` (a live model) and ``config_profile`` are made. What a
-  config describes: ``model_source``, ``config_model``, ``libraries``.
+  config describes: ``model_and_batch``, ``config_model``, ``libraries``.
 * Choice: ``chain`` and ``choose``, around the planner in C.
 * Report: ``comparison`` of ready settings, ``region_plan`` within a budget, and their words,
   ``report``. They are asked for by ``plan``, ``live_budget`` (while a model trains), ``command``.

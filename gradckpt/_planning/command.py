@@ -21,7 +21,7 @@ from gradckpt._planning.config_profile import plan_source
 from gradckpt._planning.device_memory import Budget, size_budget
 from gradckpt._planning.devices import LINKS, Link, parse_link
 from gradckpt._planning.libraries import FORMATS, LOSSES
-from gradckpt._planning.model_source import OPTIMIZERS, SHARDS
+from gradckpt._planning.model_and_batch import OPTIMIZERS, SHARDS
 from gradckpt._planning.options import allowed
 from gradckpt._planning.region_plan import NoPlan
 from gradckpt._planning.simulated_tensors import NotSimulated

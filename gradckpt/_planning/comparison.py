@@ -15,7 +15,6 @@ import torch
 from torch.nn import Module
 
 from gradckpt import _C
-from gradckpt._apart import apart
 from gradckpt._memory import track_memory
 from gradckpt._models.switch import Modules
 from gradckpt._models.working_set import have_parts
@@ -40,6 +39,7 @@ from gradckpt._training_step import (
     step_of_function,
     tensors_of_batch,
 )
+from gradckpt._trial_process import apart
 
 logger = logging.getLogger("gradckpt")
 

@@ -17,7 +17,7 @@ from torch import nn
 from gradckpt._models.kinds import repeated_blocks
 from gradckpt._planning.kernels import cuda_autocast
 from gradckpt._planning.libraries import FORMATS, LOSSES, QuantizedLinear, is_linear, linear_sizes, quantize
-from gradckpt._planning.model_source import OPTIMIZERS, SHARDS, divide, open_source
+from gradckpt._planning.model_and_batch import OPTIMIZERS, SHARDS, divide, open_source
 from gradckpt._planning.options import find_blocks
 from gradckpt._stats import format_bytes
 from gradckpt._training_step import loss_of

@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from gradckpt import _C
-from gradckpt._apart import apart
 from gradckpt._codec_names import resolve_codec
 from gradckpt._compression import CompressionConfig, parse_compress
 from gradckpt._engine import parameter_hooks
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.saved_tensors import compress_saved
-from gradckpt._models import activity
+from gradckpt._models import inactivity_warning
 from gradckpt._models.caches import is_cache
 from gradckpt._models.caches import snapshot as cache_snapshot
 from gradckpt._models.kinds import Tree
@@ -41,6 +40,7 @@ from gradckpt._planning.device_memory import weights_in
 from gradckpt._settings import EXACT
 from gradckpt._stats import uncounted
 from gradckpt._training_state import TrainingState, host_random
+from gradckpt._trial_process import apart
 
 logger = logging.getLogger("gradckpt")
 
@@ -291,7 +291,7 @@ def measure_regions(blocks: Sequence[Module], options: Sequence[Option]) -> Iter
         if found is None:
             busy = True
             try:
-                with uncounted(), activity.unobserved():
+                with uncounted(), inactivity_warning.unobserved():
                     trial = functools.partial(_measure, block, options, args, kwargs)
                     found = apart(trial, lambda: TrainingState(block, args, kwargs))
             finally:

@@ -13,7 +13,6 @@ import torch
 from torch.nn import Module
 
 from gradckpt import _C
-from gradckpt._apart import apart
 from gradckpt._engine import torch_private as private
 from gradckpt._engine.places import figures
 from gradckpt._gradient_error import StepErrors
@@ -51,6 +50,7 @@ from gradckpt._settings import quiet
 from gradckpt._stats import format_bytes, uncounted
 from gradckpt._training_state import TrainingState
 from gradckpt._training_step import refuse_writes, tensors_of_batch
+from gradckpt._trial_process import apart
 
 #: Steps are measured for about so many seconds, and so often at least and at most, after one that
 #: warms up; the least among ranks, which may have to run equally many.

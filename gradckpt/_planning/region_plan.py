@@ -16,7 +16,6 @@ from typing import Any
 
 from torch.nn import Module
 
-from gradckpt._apart import shown_as_base
 from gradckpt._models.switch import BUDGET, Handle, NothingToDo, disable, enable
 from gradckpt._planning.device_memory import Budget, class_of, named_modules, parameters_before
 from gradckpt._planning.devices import Link
@@ -25,6 +24,7 @@ from gradckpt._planning.plan_files import SavedProfile, damaged, read_record
 from gradckpt._planning.report import IN_PYTHON, Hints, advice, aligned, is_smallest, with_a_smaller_budget
 from gradckpt._planning.segments import SIGNED, UNBOUNDED, Peak
 from gradckpt._stats import format_bytes
+from gradckpt._trial_process import shown_as_base
 
 logger = logging.getLogger("gradckpt")
 

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from gradckpt import _C
-from gradckpt._apart import shown_as_base
 from gradckpt._engine import torch_private as private
+from gradckpt._trial_process import shown_as_base
 
 aten = torch.ops.aten
 

@@ -241,7 +241,8 @@ class StepProfile(abc.ABC):
         return math.sqrt(sum(squares))
 
     def _square(self, block: int, option: Option) -> float:
-        return self.weights[block] * self.cost(block, option).error ** 2
+        error = self.cost(block, option).error
+        return self.weights[block] * error * error  # infinity where `** 2` would raise OverflowError
 
     def call_costs(self, limits_error: bool, price: float = 0.0, kinds: Sequence[bool] = ()) -> Costs:
         """Return the costs of all calls; ``price``: of each byte that gets a place, in parts of

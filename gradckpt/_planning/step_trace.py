@@ -25,7 +25,6 @@ from torch.nn import Module, Parameter
 
 from gradckpt import _C
 from gradckpt._allocations import on_no_memory
-from gradckpt._apart import side_by_side
 from gradckpt._engine import torch_private as private
 from gradckpt._planning.device_memory import local, state_of, trained_parts
 from gradckpt._planning.kernels import cuda_kernels
@@ -35,6 +34,7 @@ from gradckpt._planning.simulation import Event, SimulationMode, Work
 from gradckpt._stats import uncounted
 from gradckpt._training_state import TrainingState, holder_of, host_random
 from gradckpt._training_step import StepWrites, higher_order_in
+from gradckpt._trial_process import side_by_side
 
 T = TypeVar("T")
 _seeds = itertools.count(0x6763_6B70)  # of which no seed of a user begins

@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import gradckpt
-from gradckpt import _apart, _settings
+from gradckpt import _settings, _trial_process
 from gradckpt._planning import comparison, profile
 
 #: Fields of configs, of which each takes those that it has.
@@ -182,7 +182,7 @@ def _briefly(monkeypatch):
 def test_next_steps_are_a_fresh_models(key, kind, monkeypatch):
     """Each model in one way, in turn, in a child or here."""
     number = MODELS.index((key, kind))
-    monkeypatch.setattr(_apart, "can_fork", lambda: number // len(WAYS) % 2 == 0)
+    monkeypatch.setattr(_trial_process, "can_fork", lambda: number // len(WAYS) % 2 == 0)
     check(key, kind, list(WAYS)[number % len(WAYS)])
 
 
@@ -190,6 +190,6 @@ def test_next_steps_are_a_fresh_models(key, kind, monkeypatch):
 @EACH
 @pytest.mark.parametrize("forks", [True, False], ids=["apart", "here"])
 def test_next_steps_are_a_fresh_models_in_every_way(key, kind, forks, monkeypatch):
-    monkeypatch.setattr(_apart, "can_fork", lambda: forks)
+    monkeypatch.setattr(_trial_process, "can_fork", lambda: forks)
     for way in WAYS:
         check(key, kind, way)

@@ -199,7 +199,7 @@ def written(page):
 PREFIX = "gradckpt: "
 
 #: Functions that put the prefix before a warning, or before a line in the log.
-SAY = {"warn_inactive", "say", "activity.say"}
+SAY = {"warn_inactive", "say", "inactivity_warning.say"}
 
 #: What shows its first argument to the user as it is.
 SHOW = re.compile(r"logger\.\w+|logging\.getLogger\('gradckpt'\)\.\w+|warnings\.warn|rank_zero_info|sys\.exit")

@@ -28,7 +28,7 @@ from test_huggingface import (
 import gradckpt
 from gradckpt._engine.places import offload_of, place_of
 from gradckpt._models import keywords as keys
-from gradckpt._models.inactivity import is_on
+from gradckpt._models.inactivity_hooks import is_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

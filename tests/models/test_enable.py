@@ -22,7 +22,7 @@ from torch import nn
 
 import gradckpt
 from gradckpt._engine.selective import ForwardContext
-from gradckpt._models.inactivity import is_on
+from gradckpt._models.inactivity_hooks import is_on
 
 DOC = Path(__file__).parents[2] / "docs" / "apply.md"
 

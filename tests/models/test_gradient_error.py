@@ -19,7 +19,7 @@ from processes import SharedCount
 from small_models import Untouched
 
 import gradckpt
-from gradckpt import _apart
+from gradckpt import _trial_process
 from gradckpt._stats import compiled
 
 CODECS = ("int8", "fp8", "int6", "int4")
@@ -126,7 +126,7 @@ def test_no_floor_of_bf16_for_other_dtypes(dtype):
 def test_within_autocast_all_steps_run_under_it(dtype, alone, monkeypatch):
     """Beside what the training does: the floor is what its autocast changes of float32."""
     if not alone:
-        monkeypatch.setattr(_apart, "can_fork", lambda: False)
+        monkeypatch.setattr(_trial_process, "can_fork", lambda: False)
 
     def exactly(codec, enabled=True):
         model = Net().train()
@@ -214,7 +214,7 @@ def test_nothing_is_left_behind(enabled):
 def test_nothing_is_left_behind_by_an_error(call, forks, monkeypatch):
     """In the reference, and in a candidate; in between, an error of a floor is only noted. A step
     that fails in a child runs here, too."""
-    monkeypatch.setattr(_apart, "can_fork", lambda: forks)
+    monkeypatch.setattr(_trial_process, "can_fork", lambda: forks)
     model, calls = prepared(True), SharedCount()
 
     def step():

@@ -23,7 +23,7 @@ from model_families import (  # noqa: E402
 )
 
 import gradckpt  # noqa: E402
-from gradckpt._models.inactivity import is_on  # noqa: E402
+from gradckpt._models.inactivity_hooks import is_on  # noqa: E402
 
 LAYERS = 4
 

@@ -35,7 +35,7 @@ from test_huggingface import (
 import gradckpt
 from gradckpt import GradckptInactiveWarning
 from gradckpt._engine.places import place_of
-from gradckpt._models.inactivity import is_on
+from gradckpt._models.inactivity_hooks import is_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

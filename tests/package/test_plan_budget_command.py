@@ -11,7 +11,7 @@ from small_models import TINY
 
 import gradckpt
 from gradckpt.__main__ import main
-from gradckpt._planning import command, model_source
+from gradckpt._planning import command, model_and_batch
 from gradckpt._planning.comparison import compare_source
 from gradckpt._planning.config_model import ConfigModel
 from gradckpt._planning.config_profile import ConfigProfile, shortened
@@ -118,7 +118,7 @@ def test_wrong_usage_is_found_before_the_model_is_built(run, tmp_path, monkeypat
 def test_a_wrong_path_is_not_looked_up_on_the_hub(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cfg").mkdir()
-    monkeypatch.setattr(model_source, "_download", None)
+    monkeypatch.setattr(model_and_batch, "_download", None)
     for name in ("cfg/nothere", "./nothere", "../nothere/config.json"):
         with pytest.raises(SystemExit):
             main(["plan", name, "--tokens", "64"])

@@ -26,8 +26,8 @@ from small_models import (  # noqa: F401 (a fixture of every test here)
 from torch import nn
 
 import gradckpt
-from gradckpt import _apart
-from gradckpt._models import activity
+from gradckpt import _trial_process
+from gradckpt._models import inactivity_warning
 from gradckpt._planning import options, profile
 from gradckpt._planning.device_memory import parse_budget
 from gradckpt._planning.options import allowed
@@ -344,8 +344,8 @@ def test_measured_regions_are_no_steps_of_the_user(forks, monkeypatch):
     fixed = options._measure
     monkeypatch.setattr(options, "_measure", lambda *given: measure(*given) and fixed(*given))
     monkeypatch.setattr(options, "_LEAST", 3)
-    monkeypatch.setattr(activity, "_MANY", 1)
-    monkeypatch.setattr(_apart, "can_fork", lambda: forks and sys.platform == "linux")
+    monkeypatch.setattr(inactivity_warning, "_MANY", 1)
+    monkeypatch.setattr(_trial_process, "can_fork", lambda: forks and sys.platform == "linux")
     gradckpt.stats.reset()
     model = net(2)
     gradckpt.enable(model, budget="1GiB")

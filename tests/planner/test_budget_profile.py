@@ -23,7 +23,7 @@ from small_models import (  # noqa: F401 (a fixture of every test here)
 )
 
 import gradckpt
-from gradckpt import _apart
+from gradckpt import _trial_process
 from gradckpt._planning import options
 from gradckpt._planning.chain import approach
 from gradckpt._planning.profile import Profile
@@ -281,7 +281,7 @@ def test_a_regions_error_is_that_of_a_gradient_like_no_other(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(options, "_measure", measure)
-    monkeypatch.setattr(_apart, "can_fork", lambda: False)  # or a child would find it
+    monkeypatch.setattr(_trial_process, "can_fork", lambda: False)  # or a child would find it
     torch.manual_seed(0)
     gradckpt.plan(Normed().train(), BATCH, budget="1GiB", compress="int4", modules=PlannedBlock)
     errors = {option.name: cost.error for option, cost in found[0].items() if option.codec}

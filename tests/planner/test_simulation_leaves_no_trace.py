@@ -9,7 +9,7 @@ from caching_programs import PROGRAMS, TOKENS, WIDTH, loss_of, make
 from small_models import measured_briefly
 
 import gradckpt
-from gradckpt import _apart, _settings
+from gradckpt import _settings, _trial_process
 from gradckpt._planning import comparison, profile, simulation
 
 X = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(5))
@@ -72,9 +72,9 @@ def check(name, way, forks, before):
 def test_next_steps_are_a_fresh_models(name, monkeypatch):
     """In a child all programs are alike, and each is tried in one way; here, in all."""
     ways = list(WAYS)
-    monkeypatch.setattr(_apart, "can_fork", lambda: True)  # another test may have left a thread
+    monkeypatch.setattr(_trial_process, "can_fork", lambda: True)  # another test may have left a thread
     check(name, ways[list(PROGRAMS).index(name) % len(ways)], True, 0)
-    monkeypatch.setattr(_apart, "can_fork", lambda: False)
+    monkeypatch.setattr(_trial_process, "can_fork", lambda: False)
     for way in ways:
         check(name, way, False, 0)
 
@@ -84,6 +84,6 @@ def test_next_steps_are_a_fresh_models(name, monkeypatch):
 @pytest.mark.parametrize("forks", [True, False], ids=["apart", "here"])
 @pytest.mark.parametrize("before", [0, 1])
 def test_next_steps_are_a_fresh_models_in_every_way(name, forks, before, monkeypatch):
-    monkeypatch.setattr(_apart, "can_fork", lambda: forks)
+    monkeypatch.setattr(_trial_process, "can_fork", lambda: forks)
     for way in WAYS:
         check(name, way, forks, before)

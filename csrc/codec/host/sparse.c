@@ -1,7 +1,7 @@
 /* sparse.c: the codec sparse: bit-exact, one bit for each value and the words of those that are not
  * zero.  format/sparse.h is the format. */
 #include "codec/cuda/cuda_device.h"
-#include "codec/host/nonzeros.h"
+#include "codec/host/sparse_payload.h"
 
 GCK_DECLARE_CUDA(sparse)
 

@@ -17,7 +17,7 @@ import torch
 
 from gradckpt._engine.places import offload_of
 from gradckpt._engine.selective import contexts_key
-from gradckpt._models.inactivity import ADAPTER, describe, is_on
+from gradckpt._models.inactivity_hooks import ADAPTER, describe, is_on
 from gradckpt._models.keywords import Settings
 from gradckpt._models.kinds import Tree, repeated_blocks
 from gradckpt._models.rules import without_working_set

@@ -1,5 +1,5 @@
-/* nonzeros.c: counts and bitmaps of any tensor, block by block, and the payload of sparse.h. */
-#include "codec/host/nonzeros.h"
+/* sparse_payload.c: counts and bitmaps of any tensor, block by block, and the payload of sparse.h. */
+#include "codec/host/sparse_payload.h"
 
 #include "codec/host/cpu_features.h"
 #include "codec/host/pieces.h"

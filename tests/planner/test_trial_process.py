@@ -17,7 +17,7 @@ from caching_programs import TOKENS, WIDTH, Block, Net
 from checkout import ROOT
 
 import gradckpt
-from gradckpt import _apart
+from gradckpt import _trial_process
 from gradckpt._planning.simulated_tensors import tensors_without_values
 
 X = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(5))
@@ -37,16 +37,16 @@ class OwnError(Exception):
 @pytest.fixture
 def forks(monkeypatch):
     """Also beside the threads of a test runner."""
-    monkeypatch.setattr(_apart, "can_fork", lambda: True)
+    monkeypatch.setattr(_trial_process, "can_fork", lambda: True)
 
 
 @pytest.fixture
 def here(monkeypatch):
-    monkeypatch.setattr(_apart, "can_fork", lambda: False)
+    monkeypatch.setattr(_trial_process, "can_fork", lambda: False)
 
 
 def run(trial):
-    return _apart.apart(trial, Nothing)
+    return _trial_process.apart(trial, Nothing)
 
 
 @pytest.mark.usefixtures("forks")
@@ -89,7 +89,7 @@ class TestChild:
 
     def test_a_child_that_waits_for_ever_is_ended(self, monkeypatch):
         """As for a thread that it has not; the trial then runs here."""
-        monkeypatch.setattr(_apart, "_IDLE", 0.3)
+        monkeypatch.setattr(_trial_process, "_IDLE", 0.3)
         parent = os.getpid()
         assert run(lambda: os.getpid() == parent or threading.Event().wait()) is True
 
@@ -152,7 +152,7 @@ class TestSideBySide:
             time.sleep(0.1 * (5 - number))  # the last is the first to end
             return number, os.getpid()
 
-        found = _apart.side_by_side([lambda n=n: trial(n) for n in range(5)], Nothing, told.append)
+        found = _trial_process.side_by_side([lambda n=n: trial(n) for n in range(5)], Nothing, told.append)
         assert [number for number, _ in found] == told == [0, 1, 2, 3, 4]
         assert len({pid for _, pid in found} - {os.getpid()}) == 5
         assert children() == before
@@ -167,7 +167,7 @@ class TestSideBySide:
             (tmp_path / str(number)).unlink()
             return among
 
-        assert max(_apart.side_by_side([lambda n=n: trial(n) for n in range(6)])) == 2
+        assert max(_trial_process.side_by_side([lambda n=n: trial(n) for n in range(6)])) == 2
 
     def test_an_error_ends_the_others(self):
         before = children()
@@ -177,17 +177,17 @@ class TestSideBySide:
 
         began = time.monotonic()
         with pytest.raises(ValueError, match="gradckpt: no"):
-            _apart.side_by_side([fail, lambda: time.sleep(60)], Nothing)
+            _trial_process.side_by_side([fail, lambda: time.sleep(60)], Nothing)
         assert time.monotonic() - began < 30
         assert children() == before
 
     def test_a_users_error_is_the_users_own(self):
         with pytest.raises(OwnError) as error:
-            _apart.side_by_side([lambda: 1, lambda: (_ for _ in ()).throw(OwnError("a", "b"))], Nothing)
+            _trial_process.side_by_side([lambda: 1, lambda: (_ for _ in ()).throw(OwnError("a", "b"))], Nothing)
         assert error.value.b == "b"
 
     def test_one_trial_runs_apart_too(self):
-        assert _apart.side_by_side([os.getpid], Nothing) != [os.getpid()]
+        assert _trial_process.side_by_side([os.getpid], Nothing) != [os.getpid()]
 
 
 @pytest.mark.usefixtures("here")
@@ -198,9 +198,9 @@ def test_side_by_side_without_children():
         def restore(self, *, failed=False):
             restored.append(failed)
 
-    assert _apart.side_by_side([os.getpid, os.getpid], Restores) == 2 * [os.getpid()]
+    assert _trial_process.side_by_side([os.getpid, os.getpid], Restores) == 2 * [os.getpid()]
     assert restored == [False, False]
-    assert _apart.side_by_side([os.getpid]) == [os.getpid()]
+    assert _trial_process.side_by_side([os.getpid]) == [os.getpid()]
 
 
 def test_no_fork_beside_a_thread():
@@ -208,7 +208,7 @@ def test_no_fork_beside_a_thread():
     thread = threading.Thread(target=stop.wait)
     thread.start()
     try:
-        assert not _apart.can_fork()
+        assert not _trial_process.can_fork()
     finally:
         stop.set()
         thread.join()
@@ -217,19 +217,19 @@ def test_no_fork_beside_a_thread():
 @pytest.mark.parametrize(("part", "name"), [(torch.distributed, "is_initialized"), (torch.accelerator, "is_available")])
 def test_no_fork_in_a_process_group_or_beside_an_accelerator(part, name, monkeypatch):
     monkeypatch.setattr(part, name, lambda *_: True)
-    assert not _apart.can_fork()
+    assert not _trial_process.can_fork()
 
 
 PARALLEL = """
 import os, torch, gradckpt
-from gradckpt import _apart
+from gradckpt import _trial_process
 x = torch.randn(512, 512, requires_grad=True)
 (x @ x).exp().sum().backward()
-assert _apart.can_fork()
+assert _trial_process.can_fork()
 def trial():
     (x @ x).exp().sum().backward()
     return torch.get_num_threads(), len(os.listdir("/proc/self/task"))
-threads, tasks = _apart.apart(trial, None)
+threads, tasks = _trial_process.apart(trial, None)
 assert threads == torch.get_num_threads() <= tasks, (threads, tasks)
 (x @ x).exp().sum().backward()
 print("done")

@@ -1,6 +1,6 @@
-/* nonzeros.h: which values of a tensor in host memory are not zero, block by block. */
-#ifndef GRADCKPT_NONZEROS_H
-#define GRADCKPT_NONZEROS_H
+/* sparse_payload.h: which values of a tensor in host memory are not zero, block by block. */
+#ifndef GRADCKPT_SPARSE_PAYLOAD_H
+#define GRADCKPT_SPARSE_PAYLOAD_H
 
 #include "codec/format/sparse.h"
 

@@ -1,6 +1,4 @@
-"""Proof of activity: two hooks of an enabled model that warn if its training calls compress
-nothing.
-"""
+"""Two hooks of an enabled model that warn, with the reason, if its training calls compress nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 
 from gradckpt._engine.arguments import without_partials
-from gradckpt._models import activity
+from gradckpt._models import inactivity_warning
 from gradckpt._models.ranks import RankCheck, spell
 from gradckpt._stats import Stats, stats
 
@@ -68,7 +66,7 @@ def _check(model: Any) -> None:
         return
     if monitor.rank_check is None:
         adapter.check_alone(model)
-        activity.check_alone(f"this {type(model).__name__}")
+        inactivity_warning.check_alone(f"this {type(model).__name__}")
         label = f"{type(model).__name__} in gradckpt.enable"
         monitor.rank_check = RankCheck(label, {label: [spell(adapter.active)]})
     monitor.rank_check.compare()
@@ -84,19 +82,19 @@ def after_forward(model: Any, args: Any, output: Any) -> None:
     before, monitor.before = monitor.before, None
     if before is None:
         return
-    activity.note_output(model, output)
+    inactivity_warning.note_output(model, output)
     new = stats().since(before)
     if (
         new["compressed"]
         or new["compiled_tensors"]
-        or (not new["regions"] and is_on(model) and activity.is_compiled(model))
+        or (not new["regions"] and is_on(model) and inactivity_warning.is_compiled(model))
     ):
         monitor.settled = True
         return
     monitor.calls += 1
     if monitor.calls >= PATIENCE:
         monitor.settled = True
-        activity.say(*_why_inactive(model, vars(model)[HELD], new))
+        inactivity_warning.say(*_why_inactive(model, vars(model)[HELD], new))
 
 
 def _monitor_of(model: Any) -> InactivityMonitor | None:
@@ -130,7 +128,7 @@ def _on_eval_backward(ref: weakref.ref[Any], grad: torch.Tensor) -> None:
     if monitor.eval_backwards >= PATIENCE:
         monitor.settled = True
         name, codec = type(model).__name__, vars(model)[HELD].active.codec
-        activity.say(
+        inactivity_warning.say(
             f"compress={codec!r} had no effect in {PATIENCE} backward passes: {name} is in {_IN_EVAL_MODE}",
         )
 
@@ -157,15 +155,15 @@ def _reason(model: Any, adapter: Any, new: Stats) -> tuple[str, bool]:
     if not new["regions"]:
         instead = f"if they were replaced, {again}, else wrap them with gradckpt.checkpoint"
         return f"its layers never called checkpoint; {instead}", True
-    if activity.is_one_leaf(new):
+    if inactivity_warning.is_one_leaf(new):
         return "its one input is a leaf, which autograd keeps anyway", False
-    if not new["eligible"] and activity.are_frozen(adapter.layers(model)):
-        return f"its layers {activity.FROZEN}", False
+    if not new["eligible"] and inactivity_warning.are_frozen(adapter.layers(model)):
+        return f"its layers {inactivity_warning.FROZEN}", False
     if not new["eligible"]:
         return "no input of a layer requires grad (frozen embeddings?); call model.enable_input_require_grads()", True
     reasons = [f"{reason} ({n})" if n < new["eligible"] else reason for reason, n in new["uncompressed"].items()]
     why = f"{', '.join(reasons) or 'unknown'} (min_numel={adapter.active.min_numel})"
-    return f"all {new['eligible']} inputs stayed uncompressed: {why}", not activity.are_small(new)
+    return f"all {new['eligible']} inputs stayed uncompressed: {why}", not inactivity_warning.are_small(new)
 
 
 def is_on(model: Any) -> bool:

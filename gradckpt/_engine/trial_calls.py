@@ -1,4 +1,4 @@
-"""What a call did beside returning its result, to undo it or to find it: how far generators of
+"""What a call on trial did beside returning its result, to undo it or to find it: how far generators of
 random numbers went, what was written into containers, which tensors are left, and the graph behind.
 """
 
