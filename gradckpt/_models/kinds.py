@@ -179,9 +179,7 @@ def repeated_blocks(model: Module) -> list[Blocks]:
     their Sequentials are. The list has one element if a class has 90 % of all blocks' parameters,
     or is the only one.
     """
-    names: dict[Module, str] = {}
-    for name, module in model.named_modules():
-        names.setdefault(module, name)
+    names = {module: name for name, module in model.named_modules()}
     repeated: set[Module] = set()
     in_a_row: set[Module] = set()  # children of a Sequential
     for module in names:

@@ -46,11 +46,9 @@ class ReplacedForward:
 
         If other code has replaced ours since, it may still call us; we then only call the forward.
         """
-        module = self._module()
-        if not self.active or module is None:
-            self.active = False
+        module, active, self.active = self._module(), self.active, False
+        if not active or module is None:
             return
-        self.active = False
         attributes = vars(module)
         if attributes.get("forward") is self:
             if self.own is None:

@@ -12,6 +12,7 @@ import enum
 import functools
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypedDict, Unpack
 
@@ -345,11 +346,10 @@ class Handle:
                 state = "checkpoints nothing now"
             return f"<gradckpt handle: {self._name} {state}>"
         modules = dict(model.named_modules())
-        rows: dict[tuple[str, str, str], int] = {}
-        for name, settings in chosen.items():
-            pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(itself)"
-            row = (pattern, type(modules[name]).__name__, summary(settings))
-            rows[row] = rows.get(row, 0) + 1
+        rows = Counter(
+            (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(itself)", type(modules[name]).__name__, summary(settings))
+            for name, settings in chosen.items()
+        )
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [
             f"  {name:{widths[0]}}  {count:4} x {kind:{widths[1]}}  {how}" for (name, kind, how), count in rows.items()

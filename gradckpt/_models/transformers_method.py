@@ -56,13 +56,6 @@ _PLACE = "gradckpt_offload"
 ADAPTERS: weakref.WeakSet[Adapter] = weakref.WeakSet()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    function: Callable[..., Any]  # for the layers
-    ours: bool
-    settings: Settings
-
-
 class _Replacement:
     """The replacement of ``model._set_gradient_checkpointing`` on one instance, with the same
     parameters.
@@ -130,29 +123,30 @@ class Adapter(_Replacement):
         if self.removed or not enable:
             original(model)(enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **every)
             return
-        choice = self.choose(gradient_checkpointing_func, every_n_layers)
+        function, ours, settings = self.choose(gradient_checkpointing_func, every_n_layers)
         if every:
-            every["every_n_layers"] = choice.settings.every_n_layers
-        elif choice.settings.every_n_layers > 1:
+            every["every_n_layers"] = settings.every_n_layers
+        elif settings.every_n_layers > 1:
             raise ValueError("gradckpt: every_n_layers above 1 needs transformers >= 5.17")
-        original(model)(enable=True, gradient_checkpointing_func=choice.function, **every)
+        original(model)(enable=True, gradient_checkpointing_func=function, **every)
         # The state is set last: a rejected call leaves the adapter unchanged.
-        active = choice.settings.config
-        if active != self.active:
+        if settings.config != self.active:
             self.monitor = InactivityMonitor()
-        self.active = active
-        self.function = choice.function if choice.ours else None
-        if self.by_flag and choice.ours:
-            self.settings = choice.settings
+        self.active = settings.config
+        self.function = function if ours else None
+        if self.by_flag and ours:
+            self.settings = settings
         self.undo_on_remove = False
 
-    def choose(self, func: Callable[..., Any], every_n_layers: int) -> _Choice:
-        """Choose the function that the layers get in place of ``func``."""
+    def choose(self, func: Callable[..., Any], every_n_layers: int) -> tuple[Callable[..., Any], bool, Settings]:
+        """Return the function that the layers get in place of ``func``, whether it is ours, and the
+        settings.
+        """
         given = func if isinstance(func, functools.partial) else functools.partial(func)
         base, keywords = given.func, dict(given.keywords)
         named = means_ours(keywords)
         if self.by_flag and not named and not _says_nothing(keywords):
-            return _Choice(func, False, Settings(every_n_layers=every_n_layers))
+            return func, False, Settings(every_n_layers=every_n_layers)
         written = "offload" in keywords
         keywords = {**self.settings.keywords, **keywords}
         buffers = {"buffers": keywords.pop("buffers")} if "buffers" in self.settings.keywords else {}
@@ -162,11 +156,11 @@ class Adapter(_Replacement):
         offloads = _offloads(base)
         where = _where(base) if offloads and not written else True
         if given.args or not (base in _KNOWN or offloads):
-            return _Choice(_foreign(func, base, settings), False, settings)
+            return _foreign(func, base, settings), False, settings
         check_torchs(keywords)
         replaced = not settings.recompute or settings.planned
         if replaced and self.by_flag:  # the next Trainer's flag takes this adapter off
-            return _Choice(func, False, Settings(every_n_layers=every_n_layers))
+            return func, False, Settings(every_n_layers=every_n_layers)
         if replaced:
             key = "budget=" if settings.planned else "recompute=False"
             raise ValueError(
@@ -179,18 +173,18 @@ class Adapter(_Replacement):
             keywords.pop("use_reentrant", None)
         if offloads and not written:
             if where is True and settings.config is None and settings.context_fn is None:
-                return _Choice(functools.partial(base, **keywords), False, settings)
+                return functools.partial(base, **keywords), False, settings
             settings = dataclasses.replace(settings, offload=parse_offload(where))
         check_together(settings, keywords)
         if keywords.get("use_reentrant"):
-            return _Choice(functools.partial(torch_checkpoint, **keywords), False, settings)
+            return functools.partial(torch_checkpoint, **keywords), False, settings
         keywords["use_reentrant"] = False
         selective: dict[str, Any] = {"context_fn": settings.context_fn} if settings.context_fn is not None else {}
         place = {"offload": place_of(settings.offload)} if settings.offload is not None else {}
         function = functools.partial(of_layer, compress=settings.config, **place, **selective, **buffers, **keywords)
         torchs = {key: value for key, value in keywords.items() if key != HOOKS_SEE_KEPT or hooks_see_kept}
         vars(function)[_STOCK] = functools.partial(base if offloads else torch_checkpoint, **torchs)
-        return _Choice(function, True, settings)
+        return function, True, settings
 
     def modules(self, model: Any) -> Iterator[Any]:
         """Yield the modules that hold a function of ours."""

@@ -197,9 +197,8 @@ def _chosen(model: Module, check_fn: Any, policy: Any) -> dict[int, tuple[Module
         )
     chosen: dict[int, tuple[Module, dict[str, Any]]] = {}
     if check_fn is None and policy is None:
-        modules = dict(model.named_modules())
-        layers = {id(modules[name]): modules[name] for name in Tree(model).of_kind("layer") if name in modules}
-        chosen = {key: (module, {}) for key, module in layers.items() if module is not model}
+        kinds = Tree(model).kinds
+        chosen = {id(x): (x, {}) for x in model.modules() if kinds.get(id(x)) == "layer" and x is not model}
         what = "no layer was recognised"
     else:
 

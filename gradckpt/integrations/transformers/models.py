@@ -129,16 +129,14 @@ def enable_from_kwargs(model: Any, function: Any, every_n_layers: int) -> None:
     for part, held in adapters_in(model):
         held.remove(part)
     adapter = Adapter(model, Settings(), by_flag=True)
-    enabled = False
     try:
         adapter.install(model)
         adapter(True, function, every_n_layers)
         _check_taken(model, adapter)
         carry_input_grads(model)
-        enabled = True
-    finally:
-        if not enabled:
-            adapter.remove(model)
+    except BaseException:
+        adapter.remove(model)
+        raise
 
 
 def turn_on_torchs(model: Any, every_n_layers: int) -> None:
