@@ -54,54 +54,49 @@ def of_tiles(rows: Sequence[Row], tiles: int | None) -> list[str]:
 _LARGE = 0.05
 
 
+#: Runs trials of these settings, and returns their results.
+Runs = Callable[[Sequence[Callable[[], Any]], Sequence[Setting]], list[Any]]
+
+
 def with_parts(
-    rows_of: Callable[[Sequence[Setting]], list[Row]], blocks: Sequence[Module], tiles: int | None
+    row_of: Callable[[Setting], Row], run_all: Runs, blocks: Sequence[Module], tiles: int | None
 ) -> list[Row]:
     """Return the rows of the ready settings, each followed by those of the same in parts, and in
     tiles as well, if these need less.
     """
-    rows = rows_of(READY)
+    rows: list[Row] = run_all([functools.partial(row_of, each) for each in READY], READY)
     can = have_parts(blocks)
-    more: dict[str, list[Setting]] = {}
-    for row, setting in zip(rows, READY, strict=True) if can or tiles is not None else ():
+    more: list[tuple[Setting, Setting]] = []
+    for row, setting in zip(rows, READY, strict=True):
         is_large = row.peak is not None and row.peak.parts.get(KINDS[WORKING], 0) > _LARGE * (row.total or 0)
         if is_large or (tiles is not None and setting == TORCH):  # one at least tells whether tiles can be
             found = [in_parts(setting)] * can
             found += [] if tiles is None else [in_parts(setting, tiles) if can else in_tiles(setting, tiles)]
-            more[row.name] = [each for each in found if each is not None]
-    known = _rows_that_work(rows_of, {each: setting for setting in READY for each in more.get(setting.name, ())})
+            more += [(each, setting) for each in found if each is not None]
+    trials = [functools.partial(_row_if_it_works, row_of, *each) for each in more]
+    others = run_all(trials, [each for each, _ in more])
     result = []
-    for row in rows:
+    for row, setting in zip(rows, READY, strict=True):
         result.append(row)
-        for setting in more.get(row.name, ()):
-            other = known.get(setting.name)
-            if other is not None and is_less(other, result[-1]):
+        for (_, ready), other in zip(more, others, strict=True):
+            if ready is setting and other is not None and is_less(other, result[-1]):
                 result.append(other)
     return result
 
 
-def _rows_that_work(
-    rows_of: Callable[[Sequence[Setting]], list[Row]], settings: Mapping[Setting, Setting]
-) -> dict[str, Row]:
-    """Return the rows of settings in parts or tiles, each of which is made of a ready one, by name.
-    Not every module can be recomputed in parts: such rows are left out, and are in tiles alone.
+def _row_if_it_works(row_of: Callable[[Setting], Row], setting: Setting, ready: Setting) -> Row | None:
+    """Return the row of a ready setting in parts or tiles. Where modules cannot be recomputed in
+    parts it is that in tiles alone, or None.
 
     Raises:
         Exception: What tiles raise.
     """
     try:
-        return {row.name: row for row in rows_of(list(settings))}
+        return row_of(setting)
     except Exception as error:
         logger.debug("gradckpt: a row in parts does not work (%s); it is left out", error)
-    found = {}
-    for setting, ready in settings.items():
-        try:
-            found[setting.name] = rows_of([setting])[0]
-        except Exception:
-            tiled = in_tiles(ready, setting.options["tiles"]) if "tiles" in setting.options else None
-            if tiled is not None:
-                found[setting.name] = rows_of([tiled])[0]
-    return found
+    tiled = in_tiles(ready, setting.options["tiles"]) if "tiles" in setting.options else None
+    return None if tiled is None else row_of(tiled)
 
 
 def is_less(row: Row, other: Row) -> bool:
@@ -134,16 +129,10 @@ def compare(
     if not measure:
         try:
             with alone(model), quiet(), late_progress("planning") as progress:
-
-                def rows_of(settings: Sequence[Setting]) -> list[Row]:
-                    trials = [
-                        functools.partial(_simulated, model, setting, run, given, blocks, modules, fixed, limit)
-                        for setting in settings
-                    ]
-                    return side_by_side_simulated(trials, keep, lambda number: progress(settings[number].name))
-
-                rows = with_parts(rows_of, blocks, tiles)
-                hints = _hints(IN_PYTHON, rows_of, rows, tiles)
+                row_of = functools.partial(_simulated, model, run, given, blocks, modules, fixed, limit)
+                run_all = functools.partial(_side_by_side, keep, progress)
+                rows = with_parts(row_of, run_all, blocks, tiles)
+                hints = _hints(IN_PYTHON, row_of, run_all, rows, tiles)
         except StepWrites:
             raise
         except Exception as error:
@@ -153,23 +142,26 @@ def compare(
             logger.info("gradckpt: %s", about[-1])
 
     def measured() -> list[Row]:
+        row_of = functools.partial(_measured, model, run, batch, modules, fixed, limit)
         with quiet(), real_steps(model):
-
-            def rows_of(settings: Sequence[Setting]) -> list[Row]:
-                return [_measured(model, setting, run, batch, modules, fixed, limit) for setting in settings]
-
-            return with_parts(rows_of, blocks, tiles)
+            return with_parts(row_of, lambda trials, _: [trial() for trial in trials], blocks, tiles)
 
     rows = rows or run_alone(model, measured)
     about += of_tiles(rows, tiles)
     return Comparison(tuple(rows), fixed, limit, tuple(about), hints=hints)
 
 
+def _side_by_side(
+    keep: Callable[[], StateBeforeSimulation] | None,
+    progress: Callable[[str], None],
+    trials: Sequence[Callable[[], Any]],
+    settings: Sequence[Setting],
+) -> list[Any]:
+    return side_by_side_simulated(trials, keep, lambda number: progress(settings[number].name))
+
+
 def _hints(
-    hints: Hints,
-    rows_of: Callable[[Sequence[Setting]], list[Row]],
-    rows: Sequence[Row],
-    tiles: int | None,
+    hints: Hints, row_of: Callable[[Setting], Row], run_all: Runs, rows: Sequence[Row], tiles: int | None
 ) -> Hints:
     """Return the hints of a comparison: tiles, if nothing fits and they would need less."""
     known = [row for row in rows if row.peak is not None]
@@ -179,7 +171,7 @@ def _hints(
     settings = [each for ready in READY for each in (ready, in_parts(ready)) if each is not None]
     tiled = next((in_tiles(each, TILES) for each in settings if each.name == least.name), None)
     try:
-        helps = tiled is not None and is_less(rows_of([tiled])[0], least)
+        helps = tiled is not None and is_less(run_all([functools.partial(row_of, tiled)], [tiled])[0], least)
     except Exception:  # the tokens do not divide, or it has no MLP
         helps = False
     return with_tiles(hints) if helps else hints
@@ -200,13 +192,13 @@ def step_of(model: Module, batch: Any) -> tuple[Callable[[Any], object], Any]:
 
 def _simulated(
     model: Module,
-    setting: Setting,
     run: Callable[[Any], object],
     batch: Any,
     blocks: Sequence[Module],
     modules: Modules,
     fixed: dict[str, int],
     limit: int | None,
+    setting: Setting,
 ) -> Row:
     cuda = any(p.device.type == "cuda" for p in model.parameters())
 
@@ -229,12 +221,12 @@ def _row(setting: Setting, peak: Peak, held: int, limit: int | None, **more: Any
 
 def _measured(
     model: Module,
-    setting: Setting,
     run: Callable[[Any], object],
     batch: Any,
     modules: Modules,
     fixed: dict[str, int],
     limit: int | None,
+    setting: Setting,
 ) -> Row:
     try:
         peak = peak_of_run(model, setting, run, batch, modules)
@@ -318,12 +310,9 @@ def compare_source(
             more["longest"] = None if found is None else each * found
         return _row(setting, first.peak(), held, limit, **more)
 
-    def rows_of(settings: Sequence[Setting]) -> list[Row]:
-        trials = [functools.partial(row, each) for each in settings]
-        return side_by_side_simulated(trials, None, lambda number: progress(settings[number].name))
-
-    rows = with_parts(rows_of, steps.blocks, tiles)
-    hints = _hints(as_flags(source.flags, source.takes), rows_of, rows, tiles)
+    run_all = functools.partial(_side_by_side, None, progress)
+    rows = with_parts(row, run_all, steps.blocks, tiles)
+    hints = _hints(as_flags(source.flags, source.takes), row, run_all, rows, tiles)
     about = [*source.about, *of_tiles(rows, tiles)]
     if tokens is not None and limit is not None and any(each.longest is None for each in rows):
         why = "where a step has very many operators, or other lengths raise"

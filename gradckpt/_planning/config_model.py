@@ -129,8 +129,8 @@ class ConfigModel:
         if adapters is not None:
             self.about.append(self._adapt(adapters))
         held = divide(self.model, optimizer, gpus, shard, stored if gathers else None)
-        self.fixed, self.extra, self.gradient_scale = held.fixed, held.extra, held.gradient_scale
-        self.about += held.about
+        self.fixed, self.extra, self.gradient_scale, about = held
+        self.about += about
         if accumulate:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             for p in trained:

@@ -230,16 +230,14 @@ def trained_parts(model: Module) -> dict[int, Tensor]:
 def fixed_bytes(model: Module) -> dict[str, int]:
     """Return the bytes that this rank has of a model before the step, by name."""
     tensors = [*trained_parts(model).values(), *model.buffers()]
-    return {"parameters and buffers": sum(x.nbytes for x in tensors), "gradients": gradient_bytes(model)}
+    gradients = gradient_bytes(model.parameters(), state_of(model))
+    return {"parameters and buffers": sum(x.nbytes for x in tensors), "gradients": gradients}
 
 
-def gradient_bytes(model: Module) -> int:
-    """Return the bytes of gradients that exist."""
-    return gradient_bytes_of(model.parameters(), state_of(model))
-
-
-def gradient_bytes_of(parameters: Iterable[Tensor], state: FSDP1State | FSDP2State) -> int:
-    """Return the same, of the parameters that a model's modules have now; some more than once."""
+def gradient_bytes(parameters: Iterable[Tensor], state: FSDP1State | FSDP2State) -> int:
+    """Return the bytes of gradients that exist, of the parameters that a model's modules have now;
+    some more than once.
+    """
     gathered = state.registered()
     others = {id(x): x for p in parameters if (x := p.grad) is not None and id(p) not in gathered}
     return sum([x.nbytes for x in others.values()]) + _storages(state.gradients())
@@ -326,7 +324,7 @@ class ParameterWalk:
             size = Tensor.numel
         return Found(
             [(size(p), p.requires_grad) for p in parameters],
-            gradient_bytes_of(parameters, self._state),
+            gradient_bytes(parameters, self._state),
             self._state.reduces(),
             self._changes,
         )

@@ -97,10 +97,10 @@ def _attention(
         output = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, differentiable, dropout_p, is_causal, scale=scale
         )[0]
-        return output
-    output = aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    else:
+        output = aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
     return output
 
 

@@ -297,11 +297,7 @@ class _LigerFunction(torch.autograd.Function):
             buffer = torch.empty(size, len(weight), dtype=hidden.dtype)
         for rows in _chunks(n, size):
             part = hidden[rows]
-            if buffer is None:
-                logits = part @ weight.t()
-            else:
-                logits = buffer[: len(part)]
-                torch.mm(part, weight.t(), out=logits)
+            logits = torch.mm(part, weight.t(), out=None if buffer is None else buffer[: len(part)])
             if bias is not None:
                 logits = logits.add_(bias) if logits.dtype == bias.dtype else logits + bias
             at = labels[rows].clamp(min=0)[:, None]
@@ -318,10 +314,7 @@ class _LigerFunction(torch.autograd.Function):
                 torch.mm(logits, weight, out=of_hidden[rows])
             if of_weight is not None:
                 same = part if part.dtype == logits.dtype else part.to(logits.dtype)
-                if of_weight.dtype == logits.dtype:
-                    of_weight.addmm_(logits.t(), same)
-                else:
-                    of_weight.addmm_(*_of_one_dtype(of_weight, logits.t(), same))
+                of_weight.addmm_(*_of_one_dtype(of_weight, logits.t(), same))
             if of_bias is not None:
                 of_bias += logits.sum(0)
             del logits, part
@@ -367,11 +360,7 @@ class _TorchFunction(torch.autograd.Function):
             part, share, at = hidden[rows], part_of_loss[rows], at_label[rows]
             wider = part if inputs is None else inputs[: len(part)].copy_(part)
             logits = buffer[: len(part)]
-            if wide == hidden.dtype:
-                torch.mm(part, weight.t(), out=logits)
-            else:
-                one = torch.empty(1, dtype=wide)
-                torch.mm(one.expand(part.shape), one.expand(weight.t().shape), out=logits)
+            torch.mm(*_of_one_dtype(logits, part, weight.t()), out=logits)
             if bias is not None:
                 logits.add_(bias)
             logits.sub_(logits.amax(1, keepdim=True))

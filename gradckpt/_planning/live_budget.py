@@ -326,8 +326,8 @@ class LiveBudget:
                 f"gradckpt: the step cannot be simulated ({reason}), so there is no plan; leave budget= out and "
                 "compare settings with gradckpt.plan(model, batch)"
             ) from None
-        if profile.remark:
-            profile.notes.append(profile.remark)
+        if remark := profile.traces[KEEP].remark:
+            profile.notes.append(remark)
         self._profile, self._shapes = profile, shapes
         return profile
 

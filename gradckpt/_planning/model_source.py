@@ -363,19 +363,11 @@ OPTIMIZERS: dict[str, Callable[[torch.Tensor], int]] = {
 SHARDS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 
 
-class Held(NamedTuple):
-    """Bytes of one device: ``fixed`` during the whole step, ``extra`` for the communication;
-    ``gradient_scale``: the part of a gradient's bytes that stays on the device.
-    """
-
-    fixed: dict[str, int]
-    extra: dict[str, int]
-    gradient_scale: float
-    about: list[str]
-
-
-def divide(model: nn.Module, optimizer: str, gpus: int, shard: str | None, stored: torch.dtype | None) -> Held:
-    """Return the bytes of one of ``gpus`` devices.
+def divide(
+    model: nn.Module, optimizer: str, gpus: int, shard: str | None, stored: torch.dtype | None
+) -> tuple[dict[str, int], dict[str, int], float, list[str]]:
+    """Return the bytes of one of ``gpus`` devices during the whole step, by name, those for the
+    communication, the part of a gradient's bytes that stays on the device, and sentences about it.
 
     ``stored``: the dtype in which sharded parameters and their gradients are kept if the modules
     compute with another one.
@@ -389,32 +381,30 @@ def divide(model: nn.Module, optimizer: str, gpus: int, shard: str | None, store
     states = sum(OPTIMIZERS[optimizer](_like(p, stored)) for p in trained)
     gradients = sum(p.nbytes for p in trained)
     scale = sum(_like(p, stored).nbytes for p in trained) / gradients if gradients else 1.0
-    if shard is None:
-        return Held({"weights": weights + others, "optimizer states": states}, {}, scale, [])
     fixed = {"weights": weights + others, "optimizer states": states}
-    if shard == "ddp":
-        about = [f"DDP on {gpus} devices: each has all weights, gradients and states, and buckets for the gradients."]
-        return Held(fixed, {"gradient buckets": gradients}, scale, about)
-    master = [p for p in trained if p.dtype.itemsize == 2] if shard.startswith("zero") else []
-    if master:  # DeepSpeed steps in float32
-        fixed["master weights"] = -(-sum(4 * p.numel() for p in master) // gpus)
+    extra: dict[str, int] = {}
+    about = [] if shard is None else [_SHARD_SENTENCES[shard].format(gpus=gpus)]
+    in_16_bits = [p for p in trained if p.dtype.itemsize == 2]
+    if shard in ("zero1", "zero2", "zero3") and in_16_bits:  # DeepSpeed steps in float32
+        fixed["master weights"] = -(-sum(4 * p.numel() for p in in_16_bits) // gpus)
         states = sum(OPTIMIZERS[optimizer](_like(p, torch.float32)) for p in trained)
-    fixed["optimizer states"] = -(-states // gpus)
-    about = [_SHARD_SENTENCES[shard].format(gpus=gpus)]
-    if master:
         about.append("DeepSpeed keeps float32 copies of the trainable 16-bit weights, in equal parts.")
-    if shard == "zero1":
-        return Held(fixed, {}, scale, about)
-    scale /= gpus
-    if shard == "zero2":
-        return Held(fixed, {}, scale, about)
-    if shard == "fsdp" and stored is None and any(p.dtype.itemsize == 2 for p in trained):
+    if shard == "fsdp" and stored is None and in_16_bits:
         about.append("Weights stay in 16 bits; with bf16=True, accelerate's FSDP has them in float32 (bf16-mixed).")
-    fixed["weights"] = -(-weights // gpus) + others
-    return Held(fixed, _gathered(model), scale, about)
+    if shard == "ddp":
+        extra = {"gradient buckets": gradients}
+    elif shard is not None:
+        fixed["optimizer states"] = -(-states // gpus)
+        if shard != "zero1":
+            scale /= gpus
+    if shard in ("zero3", "fsdp"):
+        fixed["weights"] = -(-weights // gpus) + others
+        extra = _gathered(model)
+    return fixed, extra, scale, about
 
 
 _SHARD_SENTENCES = {
+    "ddp": "DDP on {gpus} devices: each has all weights, gradients and states, and buckets for the gradients.",
     "zero1": "ZeRO-1 on {gpus} devices: each has all weights and gradients, and its part of the optimizer states.",
     "zero2": "ZeRO-2 on {gpus} devices: each has all weights, and its part of the gradients and optimizer states.",
     "zero3": "ZeRO-3 on {gpus} devices: two blocks and the modules outside of blocks are gathered on each.",

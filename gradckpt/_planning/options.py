@@ -103,10 +103,6 @@ class Option:
         """Return what the option does beside its policy, as text."""
         return str(sorted((key, value) for key, value in self._rule.items() if key != "policy"))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, of which :func:`find_option` makes the option."""
-        return {"name": self.name, "rule": self.rule}
-
 
 #: As autograd does it.
 KEEP = Option("keep", "skip")
@@ -247,7 +243,10 @@ def likeness(block: Module) -> list[Any]:
             name,
             type(module),
             module.training,
-            [(key, x if x is None else (x.shape, x.dtype, x.requires_grad)) for key, x in _tensors_of(module)],
+            [
+                (key, x if x is None else (x.shape, x.dtype, x.requires_grad))
+                for key, x in (*module._parameters.items(), *module._buffers.items())
+            ],
             {
                 key: value
                 for key, value in vars(module).items()
@@ -256,10 +255,6 @@ def likeness(block: Module) -> list[Any]:
         )
         for name, module in block.named_modules()
     ]
-
-
-def _tensors_of(module: Module) -> list[tuple[str, Any]]:
-    return [*module._parameters.items(), *module._buffers.items()]
 
 
 #: Options are measured for about so many seconds each, and so often at least and at most.

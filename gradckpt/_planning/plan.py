@@ -245,11 +245,8 @@ def _among_ranks(profile: Profile, budget: Budget) -> Plan:
         limit = Budget(tightest["limit"] + fixed, budget.step_only, tightest["text"])
         made = profile.plan(limit)
         answer = {"plan": made.to_dict()}
-    except NoPlan as error:
-        answer = {"refused": str(error), "smallest": error.smallest_budget, "choice": error.choice}
-        raise
     except ValueError as error:
-        answer = {"refused": str(error)}
+        answer = {"refused": str(error), **vars(error)}  # what a NoPlan has
         raise
     finally:
         store.set(f"plan/{leader}", json.dumps(answer))
@@ -259,8 +256,8 @@ def _among_ranks(profile: Profile, budget: Budget) -> Plan:
 def _taken(text: str) -> Plan:
     """Return the plan that another rank made, or raise its error."""
     answer = json.loads(text)
-    if "smallest" in answer:
-        raise NoPlan(answer["refused"], answer["smallest"], tuple(answer["choice"]))
+    if "smallest_budget" in answer:
+        raise NoPlan(answer["refused"], answer["smallest_budget"])
     if "refused" in answer:
         raise ValueError(answer["refused"])
     logger.info("gradckpt: the plan %s of another rank is used", hashlib.sha256(text.encode()).hexdigest()[:8])

@@ -4,20 +4,17 @@ dataclasses whose values were checked: :func:`read_record`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import reprlib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.nn import Module
 
-from gradckpt._engine import torch_private as private
 from gradckpt._planning.options import Cost, Option, RegionCosts, find_option
 from gradckpt._planning.segments import UNBOUNDED
 
@@ -196,11 +193,11 @@ class SavedProfile:
                 f"gradckpt: profile= was measured with other modules: {name!r} {where}; pass the same modules=, or "
                 "leave profile= out"
             )
-        measured, allowed_here = ([each.to_dict() for each in these] for these in (self.options, options))
+        measured, allowed_here = ([(each.name, each.rule) for each in these] for these in (self.options, options))
         if (option := _in_one_alone(measured, allowed_here)) is not None:
             what = "with" if option in measured else "without"
             raise ValueError(
-                f"gradckpt: profile= was measured {what} the option {option['name']!r}; pass the same compress= "
+                f"gradckpt: profile= was measured {what} the option {option[0]!r}; pass the same compress= "
                 "and error=, or leave profile= out"
             )
         for i, (name, now) in enumerate(zip(names, like, strict=True)):
@@ -211,18 +208,6 @@ class SavedProfile:
                     "leave profile= out"
                 )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, which JSON can carry."""
-        return {
-            "step_seconds": self.step_seconds,
-            "plain": self.plain,
-            "excess": self.excess,
-            "options": [option.to_dict() for option in self.options],
-            "measured": [dataclasses.asdict(each) for each in self.measured],
-            "regions": list(self.regions),
-            "known": [dataclasses.asdict(each) for each in self.known],
-        }
-
 
 # ---- what regions are like
 
@@ -232,27 +217,6 @@ def parameters_of(region: Module) -> str:
     parameters = list(region.parameters())
     kinds = sorted({f"{str(p.dtype).removeprefix('torch.')} on {p.device.type}" for p in parameters})
     return f"{sum(p.requires_grad for p in parameters)} of {len(parameters)} parameters trained, {', '.join(kinds)}"
-
-
-@contextlib.contextmanager
-def inputs_noted(regions: Sequence[Module]) -> Iterator[dict[int, str]]:
-    """Yield what the first call of each region in the ``with`` block gets, in words, by id."""
-    found: dict[int, str] = {}
-
-    def hook(region: Module, args: Any, kwargs: Any) -> None:
-        if id(region) not in found:
-            leaves = private.tree_leaves((args, kwargs))
-            found[id(region)] = ", ".join(_words(x) for x in leaves if isinstance(x, Tensor))
-
-    with contextlib.ExitStack() as stack:
-        for region in regions:
-            stack.callback(region.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        yield found
-
-
-def _words(x: Tensor) -> str:
-    size = "x".join(map(str, x.shape))
-    return f"{size} {str(x.dtype).removeprefix('torch.')}{' with a gradient' if x.requires_grad else ''}"
 
 
 def _in_one_alone(a: Sequence[Any], b: Sequence[Any]) -> Any:

@@ -42,7 +42,7 @@ from gradckpt._planning.options import (
     regions_to_plan,
     wait,
 )
-from gradckpt._planning.plan_files import KnownPlan, Measured, SavedProfile, inputs_noted, parameters_of
+from gradckpt._planning.plan_files import KnownPlan, Measured, SavedProfile, parameters_of
 from gradckpt._planning.region_plan import NoPlan, Plan
 from gradckpt._planning.segments import StepTrace, condensed, held_blocks
 from gradckpt._planning.step_profile import StepProfile
@@ -109,7 +109,6 @@ class Profile(StepProfile):
         self.device = device_of(model)
         #: Assumptions that plans say.
         self.notes: list[str] = []
-        self._inputs: dict[int, str] = {}
         self._errors: dict[Choice, float] = {}  # of those that are exact, or were measured
         self._peaks: dict[Choice, int] = {}  # bytes that known choices add
         self._ran: set[Choice] = set()  # of those, what a real step has tried
@@ -117,8 +116,6 @@ class Profile(StepProfile):
         self._may_run = False
         self._real_batch: Any = None
         self._is_weighed = False
-        #: A sentence that the step returns about what it assumes, or "".
-        self.remark = ""
         self._before: StateBeforeSimulation | None = None  # of this call
         with quiet():
             blocks = regions_to_plan(model, modules)
@@ -137,43 +134,30 @@ class Profile(StepProfile):
             self.notes.append("No optimizer states are counted; pass optimizer= to count them.")
         else:
             self.notes.append("Optimizer states count as after the first step.")
-            memory = optimizer_memory(self.model, optimizer)
-            self.fixed["optimizer states"] = memory.states + memory.new
-            known += memory.states
-            if memory.working:
-                self._optimizer_adds = missing_gradient_bytes(self.model) + memory.working - memory.new
+            states, new, working = optimizer_memory(self.model, optimizer)
+            self.fixed["optimizer states"] = states + new
+            known += states
+            if working:
+                self._optimizer_adds = missing_gradient_bytes(self.model) + working - new
         _C.forget_random_state()  # of the last step, which the next one does not keep
         self.fixed["other tensors"] = other_tensors(self.device, known)
         if self.device.type == "cuda":
             self.device_blocks = held_blocks(self.model, self.fixed)
 
-    def _learn(self, key: Any, found: tuple[StepTrace, dict[int, str], str]) -> None:
-        trace, inputs, remark = found
-        super()._learn(key, trace)
-        self._inputs = self._inputs or inputs
-        self.remark = self.remark or remark
-
     def _progressing(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
         return late_progress("planning")
 
-    def _trace(self, options: Sequence[Option], concentrated: bool) -> tuple[StepTrace, dict[int, str], str]:
-        """Return the trace, what regions are called with, and the step's remark."""
-        remarks = [""]
-
-        def run(batch: Any) -> None:
-            result = self._step(batch)
-            remarks.extend([result] if isinstance(result, str) else [])
-
-        with quiet(), self.setting(options).active(self.model), inputs_noted(self.blocks) as inputs:
+    def _trace(self, options: Sequence[Option], concentrated: bool) -> StepTrace:
+        with quiet(), self.setting(options).active(self.model):
             found = trace_step(
                 self.model,
-                run,
+                self._step,
                 self._batch,
                 blocks=self.blocks,
                 concentrated=concentrated,
                 cuda=self.device.type == "cuda",
             )
-        return condensed(found), inputs, remarks[-1]
+        return condensed(found)
 
     def _keep(self) -> StateBeforeSimulation:
         """Return what traces in this process restore; the step changes nothing between them."""
@@ -259,11 +243,11 @@ class Profile(StepProfile):
         if needed > budget.size:
             larger = dataclasses.replace(budget, size=needed)
             try:
-                found = self.fastest(self.chain(), larger, self.fixed)  # or regions need more
+                self.fastest(self.chain(), larger, self.fixed)  # or regions need more
             finally:
                 self._before = None
             hint = f"The optimizer's step alone needs {format_bytes(needed)}; take one with smaller states."
-            raise NoPlan.within(budget, needed, found.choice, hint)
+            raise NoPlan.within(budget, needed, hint)
         return needed
 
     def _choose(self, error: float | None, batch: Any, budget: Budget) -> tuple[Chosen, float | None]:
@@ -366,28 +350,22 @@ class Profile(StepProfile):
     def _find(self, error: float | None, measure: Callable[[Sequence[Option]], float], budget: Budget) -> list[Chosen]:
         """Look for the smallest and the fastest choice within the budgets, which then are known."""
         found: list[Chosen] = []
-        chain, other = self.chain(), self.chain()
+        chain, other, most = self.chain(), self.chain(), self.limit(budget, self.fixed)
 
         def fastest(limit: float | None) -> Choice | None:
-            try:
-                chosen = self.fastest(chain, budget, self.fixed, limit)
-            except NoPlan as none:
-                if error is None:
-                    self._note(none.choice)
-                return None
-            found.append(chosen)
+            chosen = self.cheapest(chain, most, None if limit is None else limit**2)
             if error is None:
                 self._note(chosen.smallest[1])
+            if self.size_of(chosen.trace) > most:
+                return None
+            found.append(chosen)
             return self._note(chosen.choice)
-
-        def smallest(limit: float | None) -> Choice | None:
-            return self._note(self.smallest(other, limit))
 
         if error is None:
             fastest(None)
         else:
             for pick, steps in (
-                (lambda e: self._note(self.smallest(other, e)), _FOR_SMALLEST),
+                (lambda limit: self._note(self.smallest(other, limit)), _FOR_SMALLEST),
                 (fastest, _FOR_FASTEST),
             ):
                 approach(error, pick, self.expected, self._errors, lambda each: measure(self.of_choice(each)), steps)
@@ -415,7 +393,7 @@ class Profile(StepProfile):
         """Return what is known of a region alone."""
         costs = [self.cost(block, option) for option in self.options]
         return Measured(
-            self._likeness(self.blocks[block]),
+            self._likeness(block),
             tuple(cost.seconds for cost in costs),
             tuple(cost.error for cost in costs),
             self.weights[block] if self._is_weighed else None,
@@ -454,8 +432,9 @@ class Profile(StepProfile):
             ),
         )
 
-    def _likeness(self, block: Module) -> str:
-        return f"{parameters_of(block)}, called with {self._inputs.get(id(block), 'nothing')}"
+    def _likeness(self, block: int) -> str:
+        inputs = self.traces[KEEP].inputs.get(block, "nothing")
+        return f"{parameters_of(self.blocks[block])}, called with {inputs}"
 
     def load(self, plan: Plan) -> None:
         """Take what was measured for a plan, instead of measuring it.
@@ -471,7 +450,7 @@ class Profile(StepProfile):
             )
         plan.rules_for(self.model)
         names, own = [region.name for region in plan.regions], [self._names[id(block)] for block in self.blocks]
-        saved.check(names, own, self.options, [self._likeness(block) for block in self.blocks])
+        saved.check(names, own, self.options, [*map(self._likeness, range(len(self.blocks)))])
         self.costs = saved.costs_of(self.blocks)
         self.step_seconds = saved.step_seconds
         weights = [saved.of(i).weight for i in range(len(self.blocks))]

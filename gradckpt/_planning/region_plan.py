@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -17,7 +18,6 @@ from torch.nn import Module
 
 from gradckpt._apart import shown_as_base
 from gradckpt._models.switch import BUDGET, Handle, NothingToDo, disable, enable
-from gradckpt._planning.chain import Choice
 from gradckpt._planning.device_memory import Budget, class_of, named_modules, parameters_before
 from gradckpt._planning.devices import Link
 from gradckpt._planning.options import KEEP, Option
@@ -32,23 +32,21 @@ logger = logging.getLogger("gradckpt")
 @shown_as_base
 class NoPlan(ValueError):
     """No plan stays within the budget. ``smallest_budget``: bytes of the one that needs least, what
-    the step adds if the budget was of activations; and ``choice``, that one.
+    the step adds if the budget was of activations.
     """
 
-    def __init__(self, message: str, smallest_budget: int, choice: Choice) -> None:
+    def __init__(self, message: str, smallest_budget: int) -> None:
         super().__init__(message)
         self.smallest_budget = smallest_budget
-        self.choice = choice
 
     @classmethod
-    def within(cls, budget: Budget, smallest: int, choice: Choice, hint: str) -> NoPlan:
+    def within(cls, budget: Budget, smallest: int, hint: str) -> NoPlan:
         """Return the error of a budget; ``smallest``: bytes; ``hint``: a sentence."""
         of = " of activations" if budget.step_only else ""
         return cls(
             f"gradckpt: no plan stays within {budget.text}; the smallest budget is {format_bytes(smallest)} "
             f"({smallest} bytes){of}. {hint}",
             smallest,
-            choice,
         )
 
 
@@ -205,12 +203,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, which JSON can carry."""
-        given = dataclasses.asdict(dataclasses.replace(self, profile=None))
-        del given["hints"]
-        for region, entry in zip(self.regions, given["regions"], strict=True):
-            entry["option"] = region.option.to_dict()
-        given["profile"] = self.profile.to_dict() if self.profile is not None else None
-        return {"version": _VERSION, **given}
+        return {"version": _VERSION, **dataclasses.asdict(self, dict_factory=_plain)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, for :meth:`load` and ``enable(model, plan=path)``."""
@@ -325,6 +318,13 @@ class Plan:
         return "\n".join([*lines, *self.about])
 
 
+def _plain(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return what a file has of a record: an option's rule tells the codec, and who prints the plan
+    the hints.
+    """
+    return {name: value for name, value in fields if name not in ("codec", "hints")}
+
+
 def plan_of(plan: Any, keyword: str) -> Plan:
     """Return the plan that a keyword has, or whose file it names.
 
@@ -406,11 +406,5 @@ def _rest(first: str, last: str) -> str:
 
 def _runs(regions: Sequence[PlannedRegion]) -> list[tuple[PlannedRegion, PlannedRegion, int]]:
     """Return the first, the last and the number of neighbours with the same option."""
-    found: list[tuple[PlannedRegion, PlannedRegion, int]] = []
-    for region in regions:
-        if found and (found[-1][0].option, found[-1][0].digest) == (region.option, region.digest):
-            first, _, n = found[-1]
-            found[-1] = first, region, n + 1
-        else:
-            found.append((region, region, 1))
-    return found
+    runs = [list(run) for _, run in itertools.groupby(regions, lambda region: (region.option, region.digest))]
+    return [(run[0], run[-1], len(run)) for run in runs]

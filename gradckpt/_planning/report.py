@@ -154,10 +154,7 @@ class Comparison:
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of a setting."""
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(name)
+        return {row.name: row for row in self.rows}[name]
 
     @property
     def verdict(self) -> str:

@@ -79,7 +79,7 @@ def condensed(trace: StepTrace) -> StepTrace:
     segments = [
         dataclasses.replace(each, events=_condensed(each.events), work=[total(each.work)]) for each in trace.segments
     ]
-    return StepTrace(segments, trace.data_dependent)
+    return dataclasses.replace(trace, segments=segments)
 
 
 def total(work: Sequence[Work]) -> Work:
@@ -117,7 +117,8 @@ class StepTrace:
     """One step. ``data_dependent``: sizes depended on which experts tokens choose. ``operators``:
     those that ran. ``lift``: what the allocator needs beyond the peak; None: it was not asked yet.
     ``ring``: bytes that a place takes of what the budget counts, and ``placed`` those of the
-    payloads in it.
+    payloads in it. ``inputs``: what the first call of each block got, in words. ``remark``: a
+    sentence of the step about what it assumes, or "".
     """
 
     segments: list[Segment]
@@ -126,6 +127,8 @@ class StepTrace:
     lift: int | None = None
     ring: int = 0
     placed: int = 0
+    inputs: dict[int, str] = dataclasses.field(default_factory=dict)
+    remark: str = ""
 
     def peaks(self) -> list[Peak]:
         """Return the peak of each segment, in order."""
@@ -229,7 +232,7 @@ def with_own_storages(
                 count += 1
             elif size:
                 keys = [key for key in shorter.released(place, k, segment.block, storage, -size) if key in alive][:1]
-                if not shorter.is_of_neighbour(place, storage):
+                if shorter.blocks(place, storage) is None:
                     keys = [key for key in keys_of.get(storage, []) if key in alive]
                 for key in keys:
                     changes.extend((size, alive.pop(key)))
@@ -269,38 +272,35 @@ class _Shorter:
         self._numbers = [self._numbered(i) for i in range(len(segments))]
         self._of = [dict(each.values()) for each in self._numbers]
 
-    def _offset(self, place: int, storage: int) -> int | None:
-        """Return how many blocks after a segment's a storage was made; None: outside of them."""
+    def blocks(self, place: int, storage: int) -> tuple[int, int] | None:
+        """Return the blocks of a segment and of that in which the storage was made; None: one of
+        them is outside of blocks, or the storage was there before.
+        """
+        if storage not in self.made:
+            return None
         own, maker = self._segments[place].block, self._segments[self.made[storage][0]].block
-        return None if own is None or maker is None else maker - own
-
-    def is_of_neighbour(self, place: int, storage: int) -> bool:
-        """Return whether a segment and that in which the storage was made are of blocks."""
-        return storage in self.made and self._offset(place, storage) is not None
+        return None if own is None or maker is None else (own, maker)
 
     def _numbered(self, place: int) -> dict[int, tuple[Hashable, int]]:
         """Return, for each release of a neighbour's storage, the how manyth of its size it is."""
         counts: Counter[Hashable] = Counter()
         found: dict[int, tuple[Hashable, int]] = {}
         for k, (size, storage) in enumerate(pairs(self._segments[place].changes)):
-            if size < 0 and storage in self.made and (offset := self._offset(place, storage)):
-                found[k] = (offset, size, counts[offset, size]), storage
-                counts[offset, size] += 1
+            own, maker = self.blocks(place, storage) or (0, 0)
+            if size < 0 and own != maker:
+                found[k] = (maker - own, size, counts[maker - own, size]), storage
+                counts[maker - own, size] += 1
         return found
 
     def released(self, place: int, k: int, block: int | None, storage: int, size: int) -> list[Hashable]:
         """Return the keys of what change ``k`` of a segment may release where it is of this block
         of the whole step, the likeliest first.
         """
-        if not self.is_of_neighbour(place, storage):
+        if block is None or (blocks := self.blocks(place, storage)) is None:
             return []
-        offset = self._offset(place, storage)
+        own, maker = blocks
+        offset = maker - own
         by, number = self.made[storage]
-        own, maker = self._segments[place].block, self._segments[by].block
-        assert block is not None
-        assert own is not None
-        assert maker is not None
-        assert offset is not None
         copies = self._copies[own]
         own_key = self.slots[by], self._copies[maker][0], size, number
         # Of another copy than that which ran next to it: as a block does that ran next to one.

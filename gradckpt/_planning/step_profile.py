@@ -74,10 +74,8 @@ class StepProfile(abc.ABC):
         self.placement = placement
         self._traced: dict[_Key, StepTrace] = {}
         self._names = {id(module): name for name, module in named_modules(model).items()}
-        self.options = self._trace_each(options)
-        self.traces = {option: self.trace([option] * len(self.blocks)) for option in self.options}
-        self.options = self._distinct()
-        self.traces = {option: self.traces[option] for option in self.options}
+        self.traces = self._distinct({each: self.trace([each] * len(blocks)) for each in self._trace_each(options)})
+        self.options = list(self.traces)
         self._depends = any(trace.data_dependent for trace in self.traces.values())
         self.largest = self.traces
         if self._depends:
@@ -91,17 +89,17 @@ class StepProfile(abc.ABC):
         self.step_seconds = 0.0
         self.weights = [1.0] * len(self.blocks)
 
-    def _distinct(self) -> list[Option]:
-        """Return the options without those that do the same here as one before: whose policies find
-        nothing, or nothing more, or whose payloads get no place.
+    @staticmethod
+    def _distinct(traces: Mapping[Option, StepTrace]) -> dict[Option, StepTrace]:
+        """Return the traces without those of options that do the same here as one before: whose
+        policies find nothing, or nothing more, or whose payloads get no place.
         """
         found: dict[Any, Option] = {}
-        for option in self.options:
-            if option.place is not None and not self.traces[option].placed:
-                continue
-            work = tuple((each.name, total(each.work)) for each in self.traces[option].segments)
-            found.setdefault((option.without_policy(), work), option)
-        return list(found.values())
+        for option, trace in traces.items():
+            if option.place is None or trace.placed:
+                work = tuple((each.name, total(each.work)) for each in trace.segments)
+                found.setdefault((option.without_policy(), work), option)
+        return {option: traces[option] for option in found.values()}
 
     # ---- simulated steps
 
@@ -109,8 +107,8 @@ class StepProfile(abc.ABC):
     _keep: Callable[[], StateBeforeSimulation] | None = None
 
     @abc.abstractmethod
-    def _trace(self, options: Sequence[Option], concentrated: bool) -> Any:
-        """Simulate the step; return what :meth:`_learn` takes."""
+    def _trace(self, options: Sequence[Option], concentrated: bool) -> StepTrace:
+        """Simulate the step."""
 
     @abc.abstractmethod
     def _progressing(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
@@ -139,9 +137,9 @@ class StepProfile(abc.ABC):
         trials = [functools.partial(self._try, *key) for key in keys]
         for key, found in zip(keys, side_by_side_simulated(trials, self._keep, tell), strict=True):
             if found is not None:
-                self._learn(key, found)
+                self._traced[key] = found if self.placement is None else self.placement.note(found, key[0])
 
-    def _try(self, options: Sequence[Option], concentrated: bool) -> Any:
+    def _try(self, options: Sequence[Option], concentrated: bool) -> StepTrace | None:
         """Return a trace; None where it fails with parts, which no user has asked for."""
         try:
             return self._trace(options, concentrated)
@@ -150,10 +148,6 @@ class StepProfile(abc.ABC):
                 raise
             logger.debug("gradckpt: the option %s does not work (%s); it is left out", options[0].name, error)
             return None
-
-    def _learn(self, key: _Key, found: Any) -> None:
-        """Keep a trace, which has what a place takes."""
-        self._traced[key] = found if self.placement is None else self.placement.note(found, key[0])
 
     def largest_of(self, options: Sequence[Option]) -> StepTrace:
         """Return the step that needs most, whatever experts tokens choose."""
@@ -288,12 +282,12 @@ class StepProfile(abc.ABC):
             NoPlan: There is none.
         """
         limit, squares = self.limit(budget, fixed), None if error is None else error**2
-        chosen = self._cheapest(chain, limit, squares)
+        chosen = self.cheapest(chain, limit, squares)
         if self.size_of(chosen.trace) > limit:
             raise self.no_plan(budget, fixed, chosen.choice, chosen.trace)
         return chosen
 
-    def _cheapest(self, chain: Chain, limit: int, squares: float | None) -> Chosen:
+    def cheapest(self, chain: Chain, limit: int, squares: float | None) -> Chosen:
         """Return the fastest choice that was found, waits for a place included, or the one that
         needs least if none is within the limit; the bound is without waits.
 
@@ -373,7 +367,7 @@ class StepProfile(abc.ABC):
         peak = trace.peak()
         size = (self.size_of(trace) if needed is None else needed) + budget.size - self.limit(budget, fixed)
         hint = advice(peak, {} if budget.step_only else fixed, self._hints(choice, self.size_of(trace)))
-        return NoPlan.within(budget, size, choice, f"{hint} {'' if trace.placed else self._useless(peak)}".rstrip())
+        return NoPlan.within(budget, size, f"{hint} {'' if trace.placed else self._useless(peak)}".rstrip())
 
     def _hints(self, choice: Choice, size: int) -> Hints:
         """Return what lowers the peak of the smallest choice, which needs so many bytes."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import gc
 import itertools
@@ -99,7 +98,7 @@ def trace_step(
 
     Args:
         model: The module that ``run`` calls; its tensors may be fake, meta, or on any device.
-        run: Runs forward and backward on the batch that it is given.
+        run: Runs forward and backward on the batch that it is given; a text is the trace's remark.
         batch: Tensors in containers; floating point ones lose their values.
         blocks: The repeated modules that name the segments.
         concentrated: Let nearly every token choose the same experts. Few tokens must choose the
@@ -117,14 +116,15 @@ def trace_step(
     torch.default_generator.manual_seed(next(_seeds))  # no region shares a state of before the step
     originals = [p for p in model.parameters() if type(p) is Parameter]
     marks: list[_Mark] = []
+    inputs: dict[int, str] = {}
     try:
-        with on_no_memory(), uncounted(), simulated(model, mode) as parameters, _marked(blocks, mode, marks):
-            batch = _map(lambda x: _simulated_batch(mode, x), batch)
+        with on_no_memory(), uncounted(), simulated(model, mode) as parameters, _marked(blocks, mode, marks, inputs):
+            batch = private.tree_map(lambda x: _simulated_batch(mode, x) if isinstance(x, Tensor) else x, batch)
             before = _payload_bytes()
             placed = placed_before = _C.simulated_placed()
             with refuse_reads(mode.has_values), cuda_kernels() if cuda else contextlib.nullcontext(), mode:
                 try:
-                    run(batch)
+                    remark = _text_of(run(batch))
                     placed = _C.simulated_placed()
                 except Exception as error:
                     _refuse_writes(mode, originals)
@@ -148,7 +148,11 @@ def trace_step(
     segments = _segments(events, mode.work, bounds, gradients, with_changes=cuda)
     if mode.data_dependent:
         segments = [resized(each, lambda size, kind: size * (1 + mode.rest)) for each in segments]
-    return StepTrace(segments, mode.data_dependent, len(mode.work))
+    return StepTrace(segments, mode.data_dependent, len(mode.work), inputs=inputs, remark=remark)
+
+
+def _text_of(result: object) -> str:
+    return result if isinstance(result, str) else ""
 
 
 def _refuse_writes(mode: SimulationMode, parameters: list[Parameter]) -> None:
@@ -204,10 +208,6 @@ def _parameter_or_buffer(mode: SimulationMode, x: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def _map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    return private.tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, tree)
-
-
 # ---- segments ----
 
 _FORWARD, _BETWEEN, _BACKWARD = "forward", "end", "backward"
@@ -234,14 +234,19 @@ def _payload_bytes() -> int:
 
 
 @contextlib.contextmanager
-def _marked(blocks: Sequence[Module], mode: SimulationMode, marks: list[_Mark]) -> Iterator[None]:
-    """Note where each block's forward and backward begin."""
+def _marked(
+    blocks: Sequence[Module], mode: SimulationMode, marks: list[_Mark], inputs: dict[int, str]
+) -> Iterator[None]:
+    """Note where each block's forward and backward begin, and what its first call gets."""
 
     def mark(phase: str, block: int) -> None:
         marks.append(_Mark(len(mode.events), _payload_bytes(), _C.simulated_placed(), phase, block))
 
-    def before(block: int, *_: object) -> None:
+    def before(block: int, module: Module, args: object, kwargs: object) -> None:
         if private.graph_task_id() == -1:
+            if block not in inputs:
+                leaves = private.tree_leaves((args, kwargs))
+                inputs[block] = ", ".join(_words(x) for x in leaves if isinstance(x, Tensor))
             mark(_FORWARD, block)
 
     def after(block: int, module: Module, args: object, output: object) -> None:
@@ -254,9 +259,14 @@ def _marked(blocks: Sequence[Module], mode: SimulationMode, marks: list[_Mark]) 
 
     with contextlib.ExitStack() as stack:
         for i, block in enumerate(blocks):
-            stack.callback(block.register_forward_pre_hook(functools.partial(before, i)).remove)
+            stack.callback(block.register_forward_pre_hook(functools.partial(before, i), with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(functools.partial(after, i)).remove)
         yield
+
+
+def _words(x: Tensor) -> str:
+    size = "x".join(map(str, x.shape))
+    return f"{size} {str(x.dtype).removeprefix('torch.')}{' with a gradient' if x.requires_grad else ''}"
 
 
 def _segments(
@@ -303,17 +313,6 @@ def _segments(
     return segments
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerMemory:
-    """Bytes. ``states``: those that exist; ``new``: those that the next step makes; ``working``:
-    the highest point of the next step above its start, its new states included.
-    """
-
-    states: int
-    new: int
-    working: int
-
-
 def state_bytes(optimizer: Any) -> int:
     """Return the bytes of an optimizer's states."""
     values: list[Any] = list(chain.from_iterable([each.values() for each in optimizer.state.values()]))
@@ -334,8 +333,9 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def optimizer_memory(model: Module, optimizer: Any) -> OptimizerMemory:
-    """Simulate an optimizer's next step.
+def optimizer_memory(model: Module, optimizer: Any) -> tuple[int, int, int]:
+    """Simulate an optimizer's next step; return bytes of the states that exist, of those that the
+    step makes, and of its highest point above its start, these states included.
 
     Raises:
         TypeError: It is no torch optimizer.
@@ -349,7 +349,7 @@ def optimizer_memory(model: Module, optimizer: Any) -> OptimizerMemory:
     return side_by_side_simulated([trial], lambda: StateBeforeSimulation(model, vars(inner)))[0]
 
 
-def _optimizer_step(inner: torch.optim.Optimizer) -> OptimizerMemory:
+def _optimizer_step(inner: torch.optim.Optimizer) -> tuple[int, int, int]:
     mode = _OptimizerMode()
     twins: dict[int, Parameter] = {}
     groups = []
@@ -376,7 +376,7 @@ def _optimizer_step(inner: torch.optim.Optimizer) -> OptimizerMemory:
             "and let enable(budget=) plan again when its states exist"
         ) from error
     top = max(itertools.accumulate((event.size for event in mode.events), initial=0))
-    return OptimizerMemory(before, state_bytes(twin) - before, top)
+    return before, state_bytes(twin) - before, top
 
 
 class _OptimizerMode(SimulationMode):

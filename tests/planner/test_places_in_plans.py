@@ -243,7 +243,7 @@ def test_options_of_a_place():
         "recompute int8, offload",
     }
     for option in found:
-        again = planning_options.find_option(option.name, option.to_dict()["rule"])
+        again = planning_options.find_option(option.name, option.rule)
         assert (again, again.place) == (option, place)
     assert not any(option.place for option in allowed("int8", False))
     assert KEEP.place is None
