@@ -1,4 +1,4 @@
-"""Two hooks of an enabled model that warn, with the reason, if its training calls compress nothing."""
+"""Two hooks of an enabled model: a warning, with the reason, if its training compresses nothing."""
 
 from __future__ import annotations
 
