@@ -17,7 +17,7 @@ COPIED = ("csrc", "gradckpt", "tests", "docs", "setup.py", "pyproject.toml", "RE
 #: Files whose tests go over gradckpt.codecs.names().
 TESTS = (
     *(f"tests/codec/test_{name}.py" for name in ("codecs", "codec_hostile", "codec_tensors", "stochastic")),
-    *(f"tests/engine/test_{name}.py" for name in ("compress", "misaligned_payloads")),
+    *(f"tests/engine/test_{name}.py" for name in ("compress", "payload_memory")),
 )
 
 
