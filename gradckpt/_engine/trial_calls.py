@@ -1,6 +1,5 @@
 """What a call on trial did beside returning its result, to undo it or to find it: how far random
 generators went, what was written into containers, which tensors are left, and the graph behind."""
-"""
 
 from __future__ import annotations
 
