@@ -128,7 +128,7 @@ class Context:
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ..., /) -> Any: ...
 
 # Our keywords stand between the function's, so a type checker sees its result but not its
-# arguments.
+# arguments. Each overload repeats them, because a stub has no way to share keywords.
 @overload
 def checkpoint(
     function: Callable[..., _R],

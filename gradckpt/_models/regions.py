@@ -138,9 +138,7 @@ class Region(ReplacedForward):
     # ---- calls ----
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        module = self.module
-        if args and args[0] is module:  # bound to it again, as accelerate does
-            args = args[1:]
+        module, args = self.module, self.unbound(args)
         forward = self.forward_of(module)
         if not (self.active and torch.is_grad_enabled() and (module.training or _is_passed(args, kwargs))):
             return forward(*args, **kwargs)

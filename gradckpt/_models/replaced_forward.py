@@ -67,6 +67,10 @@ class ReplacedForward:
             raise ReferenceError(f"gradckpt: the {self.kind} of this checkpointed forward is gone")
         return module
 
+    def unbound(self, args: Any) -> Any:
+        """Return the arguments without the module, to which accelerate binds the forward again."""
+        return args[1:] if args and args[0] is self.module else args
+
     def forward_of(self, module: Module) -> Callable[..., Any]:
         """Return what this replaces, to be called."""
         return self.own or _forward_of(module)

@@ -43,7 +43,7 @@ from gradckpt._training_step import alone
 
 logger = logging.getLogger("gradckpt")
 
-if TYPE_CHECKING:  # typing keeps overloads that it meets at run time
+if TYPE_CHECKING:  # typing keeps overloads that it meets at run time; each repeats the keywords, as a checker wants
 
     @overload
     def plan(

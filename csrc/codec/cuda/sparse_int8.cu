@@ -74,6 +74,8 @@ GCK_LANE_FN T value_of_code(uint8_t code, uint32_t side, gck_dtype dtype)
     return (T)(value << 1) == 0 && code != 0 ? (T)gck_least_bits(code >> 7, dtype) : value;
 }
 
+/* It begins as that of sparse.cu, each line of which makes a value of the kernel's own: a function for
+ * both would have seven results. */
 template <typename T, typename VIEW>
 static __global__ void __launch_bounds__(THREADS)
 sparse_int8_decode_kernel(const __grid_constant__ nonzeros_parts in, gck_dtype dtype, const __grid_constant__ VIEW x)
