@@ -155,7 +155,7 @@ def test_errors_of_arguments(call, error, message):
 
 
 def test_a_kind_that_has_no_module_says_where_it_is():
-    with pytest.raises(ValueError, match=r'feed-forward has no module of its own.*"layer" \(2\), "attention" \(2\)'):
+    with pytest.raises(ValueError, match=r'feed-forward has no module of its own.*"layer" \(3\), "attention" \(3\)'):
         gradckpt.enable(build("bert"), None, modules="mlp")
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import gradckpt
 from gradckpt._planning import options
-from gradckpt._planning.device_memory import ParameterWalk, gradient_bytes
+from gradckpt._planning.device_memory import ParameterWalk, gradient_bytes, state_of
 
 LAYERS = 3
 
@@ -151,7 +151,10 @@ def test_a_walk_finds_what_parameters_have():
     model, walk = net(LAYERS), ParameterWalk()
 
     def check():
-        by_torch = [(p.nbytes, p.requires_grad) for p in model.parameters()], gradient_bytes(model)
+        by_torch = (
+            [(p.nbytes, p.requires_grad) for p in model.parameters()],
+            gradient_bytes(model.parameters(), state_of(model)),
+        )
         assert walk.read(model)[:2] == by_torch
 
     check()
@@ -175,7 +178,11 @@ def test_shared_parameters_count_once():
     model, walk = net(LAYERS), ParameterWalk()
     model.blocks[1].up.weight = model.blocks[0].up.weight
     step(model)
-    assert walk.read(model).gradients == gradient_bytes(model) == sum(p.grad.nbytes for p in model.parameters())
+    assert (
+        walk.read(model).gradients
+        == gradient_bytes(model.parameters(), state_of(model))
+        == sum(p.grad.nbytes for p in model.parameters())
+    )
 
 
 def test_parts_that_are_replaced_are_freed():
@@ -194,7 +201,9 @@ def test_a_copy_reads_its_own_parameters():
     gradckpt.enable(model, budget="1GiB")
     step(model)
     twin = copy.deepcopy(model)
-    assert vars(twin)["_gradckpt_budget"]._parameters.read(twin).gradients == gradient_bytes(twin)
+    assert vars(twin)["_gradckpt_budget"]._parameters.read(twin).gradients == gradient_bytes(
+        twin.parameters(), state_of(twin)
+    )
 
 
 # ---- what the measuring call leaves
