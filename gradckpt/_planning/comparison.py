@@ -73,8 +73,18 @@ def with_parts(
             found = [in_parts(setting)] * can
             found += [] if tiles is None else [in_parts(setting, tiles) if can else in_tiles(setting, tiles)]
             more += [(each, setting) for each in found if each is not None]
-    trials = [functools.partial(_row_if_it_works, row_of, *each) for each in more]
-    others = run_all(trials, [each for each, _ in more])
+    trials = [functools.partial(_row_if_it_works, row_of, setting) for setting, _ in more]
+    others: list[Row | None] = run_all(trials, [setting for setting, _ in more])
+    # Where modules cannot be recomputed in parts, tiles alone; what these raise arrives.
+    alone_in_tiles = {
+        i: tiled
+        for i, (setting, ready) in enumerate(more)
+        if others[i] is None and "tiles" in setting.options
+        if (tiled := in_tiles(ready, setting.options["tiles"])) is not None
+    }
+    again = [functools.partial(row_of, tiled) for tiled in alone_in_tiles.values()]
+    for i, row in zip(alone_in_tiles, run_all(again, list(alone_in_tiles.values())), strict=True):
+        others[i] = row
     result = []
     for row, setting in zip(rows, READY, strict=True):
         result.append(row)
@@ -84,19 +94,13 @@ def with_parts(
     return result
 
 
-def _row_if_it_works(row_of: Callable[[Setting], Row], setting: Setting, ready: Setting) -> Row | None:
-    """Return the row of a ready setting in parts or tiles. Where modules cannot be recomputed in
-    parts it is that in tiles alone, or None.
-
-    Raises:
-        Exception: What tiles raise.
-    """
+def _row_if_it_works(row_of: Callable[[Setting], Row], setting: Setting) -> Row | None:
+    """Return the row of a setting in parts or tiles, None if it does not work."""
     try:
         return row_of(setting)
     except Exception as error:
         logger.debug("gradckpt: a row in parts does not work (%s); it is left out", error)
-    tiled = in_tiles(ready, setting.options["tiles"]) if "tiles" in setting.options else None
-    return None if tiled is None else row_of(tiled)
+        return None
 
 
 def is_less(row: Row, other: Row) -> bool:

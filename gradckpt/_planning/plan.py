@@ -245,8 +245,11 @@ def _among_ranks(profile: Profile, budget: Budget) -> Plan:
         limit = Budget(tightest["limit"] + fixed, budget.step_only, tightest["text"])
         made = profile.plan(limit)
         answer = {"plan": made.to_dict()}
-    except ValueError as error:
-        answer = {"refused": str(error), **vars(error)}  # what a NoPlan has
+    except NoPlan as error:
+        answer = {"refused": str(error), "smallest_budget": error.smallest_budget}
+        raise
+    except ValueError as error:  # also the step's own, which may have any attributes
+        answer = {"refused": str(error)}
         raise
     finally:
         store.set(f"plan/{leader}", json.dumps(answer))

@@ -1,12 +1,17 @@
 """plan(budget=) tries its plan in a real step, which may need more than the simulated one."""
 
+import itertools
+import types
+
 import pytest
 import torch
 from processes import SharedCount
 from torch import nn
 
 import gradckpt
-from gradckpt._planning import comparison, options, profile
+from gradckpt._planning import comparison, options, plan, profile
+from gradckpt._planning.device_memory import Budget
+from gradckpt._planning.region_plan import NoPlan
 
 WIDTH, LAYERS = 64, 12
 X = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -127,3 +132,32 @@ def test_ranks_run_equally_many_steps(model, monkeypatch):
         patch.setattr(comparison, "track_memory", None)  # which a real step of a plan runs in
         gradckpt.plan(model, step, modules=Block, budget="1TiB")
     assert steps.value
+
+
+class StepError(ValueError):
+    def __init__(self, text):
+        super().__init__(text)
+        self.x = X  # which JSON cannot carry
+
+
+@pytest.mark.parametrize("error", [StepError("of the step"), NoPlan("too small", 7)], ids=["step", "plan"])
+def test_other_ranks_learn_why_there_is_no_plan(model, error, monkeypatch):
+    """Else they wait for an answer until the store gives up."""
+
+    def refuse(budget):
+        raise error
+
+    store = torch.distributed.HashStore()
+    found = types.SimpleNamespace(model=model, held=0, smallest_peak=lambda: 1, plan=refuse)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(plan.private, "default_store", lambda: store)
+    monkeypatch.setattr(plan, "_rounds", itertools.count(1))
+    with pytest.raises(ValueError) as own:
+        plan._among_ranks(found, Budget(5, True, "5"))
+    assert own.value is error
+    assert store.check(["gradckpt/budget/1/plan/0"])
+    with pytest.raises(ValueError) as other:
+        plan._taken(store.get("gradckpt/budget/1/plan/0").decode())
+    assert str(other.value) == str(error)
+    assert getattr(other.value, "smallest_budget", None) == getattr(error, "smallest_budget", None)

@@ -16,7 +16,7 @@ from gradckpt._planning.config_model import ConfigModel
 from gradckpt._planning.config_profile import shortened
 from gradckpt._planning.options import find_blocks
 from gradckpt._planning.report import IN_PYTHON, Comparison, Row, as_flags
-from gradckpt._planning.segments import KINDS, Peak, held_blocks, memory_use
+from gradckpt._planning.segments import KINDS, WORKING, Peak, held_blocks, memory_use
 from gradckpt._planning.step_trace import trace_step
 from gradckpt._settings import READY
 from gradckpt._stats import format_bytes
@@ -353,3 +353,30 @@ def test_errors():
         gradckpt.plan(model, BATCH, memory="much")
     with pytest.raises(ValueError, match="without a scalar loss"):
         gradckpt.plan(torch.nn.Sequential(torch.nn.Linear(64, 64)).train(), BATCH, modules="0")
+
+
+def test_no_row_begins_where_a_failed_one_ended(monkeypatch):
+    """Each row is a trial of its own, after which the model is as before."""
+    state, ran = {"failed": False}, []
+
+    def row_of(setting):
+        assert not state["failed"], "the failed step's state is there"
+        ran.append(setting.name)
+        if "parts" in setting.options:
+            state["failed"] = True
+            raise RuntimeError("no parts")
+        size = 100 if "tiles" in setting.options else 1000
+        return Row(setting.name, "", Peak(size, "", {KINDS[WORKING]: size}), size)
+
+    def run_all(trials, settings):
+        rows = []
+        for trial in trials:
+            rows.append(trial())
+            state["failed"] = False  # as a trial's end restores it
+        return rows
+
+    monkeypatch.setattr(comparison, "have_parts", lambda blocks: True)
+    names = [row.name for row in comparison.with_parts(row_of, run_all, [torch.nn.Linear(1, 1)], 2)]
+    assert "torch, 2 tiles" in names
+    assert "torch in parts" in ran
+    assert "torch in parts" not in names
