@@ -51,11 +51,14 @@ BUILDS = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "editable
 LEAST_NVCC = (12, 1)  # the first whose PTX (8.1) has FP8 conversions for sm_89
 
 C_FLAGS = [
-    "-std=c11", "-O3", "-fvisibility=hidden", "-fexceptions", "-Wall", "-Wextra", "-Wno-missing-field-initializers",
+    "-std=c11", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-missing-field-initializers",
+    # A daemon thread that outlives Python is unwound without the GIL: it must release nothing then.
+    "-fno-exceptions", "-fasynchronous-unwind-tables",
     "-g0",                      # Python's own flags ask for -g: 11 MB, and the paths of this machine
     "-ffp-contract=off",        # codecs: bytes are defined by IEEE operations, one by one
     "-fno-math-errno", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2",
 ]  # fmt: skip
+THROWING = "csrc/torch/ops.c"  # it fails by exceptions of torch's, and holds no reference
 # By the end of the file's name; x86 only, elsewhere those files are empty.
 ISA_FLAGS = {
     "_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
@@ -287,7 +290,7 @@ class BuildExt(build_ext):
         return note
 
     def compile_c(self, source: str, ext: Extension, macros: list[tuple[str, str]]) -> str:
-        flags = list(ext.extra_compile_args)
+        flags = [*ext.extra_compile_args, *(["-fexceptions"] if source == THROWING else [])]
         if os.uname().machine == "x86_64":
             flags += next((f for suffix, f in ISA_FLAGS.items() if source.endswith(suffix)), [])
         return self.compiler.compile([source], self.build_temp, macros, ext.include_dirs, extra_postargs=flags)[0]

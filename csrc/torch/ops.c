@@ -7,8 +7,8 @@
  *     gradckpt::decode_many(Tensor[] payloads, str codec, Tensor(a!)[] out) -> ()
  *
  * A boxed kernel owns every argument on its stack and must release each.  It fails by
- * aoti_torch_check, a C++ exception that unwinds through here (-fexceptions), so nothing may be
- * held by then. */
+ * aoti_torch_check, a C++ exception that unwinds through here (-fexceptions, as no other file), so
+ * nothing may be held by then. */
 #include "torch/ops.h"
 
 #include <stdarg.h>

@@ -120,6 +120,46 @@ def test_interpreter_ends_quietly_with_live_regions():
     alone(leave_each)
 
 
+class Kept:
+    """Counts at the end of the interpreter who holds what a region got."""
+
+    def __init__(self):
+        self.argument = []
+
+    def uses(self, count=sys.getrefcount):
+        return count(self.argument)
+
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)
+        assert self.uses() == self.then
+
+
+def leave_a_daemon(way):
+    """Its thread is ended within a region, without the GIL."""
+    kept, inside = Kept(), threading.Event()
+
+    def region(t, argument):
+        inside.set()
+        while True:
+            time.sleep(0.05)
+
+    def work(argument):
+        with torch.set_grad_enabled(way == "grad"):
+            gradckpt.checkpoint(region, leaf(2), argument=argument)
+
+    threading.Thread(target=work, args=(kept.argument,), daemon=True).start()
+    assert inside.wait(WAIT)
+    time.sleep(0.1)
+    kept.then = kept.uses()
+    globals()["KEPT"] = kept
+
+
+def test_a_thread_that_ends_with_the_interpreter_releases_nothing():
+    """Main collects garbage then, and no list of its collector may change."""
+    for way in ("grad", "no grad"):
+        alone(leave_a_daemon, way)
+
+
 # ---- torch 2.11 ----
 
 
