@@ -94,6 +94,21 @@ def test_containers_are_put_together_from_finished_values():
 
 
 @pytest.mark.usefixtures("_pair")
+def test_an_argument_that_fails_leaves_no_payload_without_bytes():
+    x, a, b = inputs(3)
+
+    def fail():
+        raise ZeroDivisionError
+
+    Pair.looks = fail
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            gradckpt.checkpoint(exp_of_all, x, Pair(a, b), compress=INT8)
+    Pair.looks = None
+    torch.testing.assert_close(seen_by_backward(exp_of_all, x)[0], restored(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_pair")
 def test_bytes_that_are_not_there_yet_are_not_shared():
     """While one thread still looks at its second argument,
     another one's region takes the first, too."""

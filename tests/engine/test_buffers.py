@@ -83,6 +83,31 @@ def test_each_of_two_backwards_puts_back():
     assert different(plain, ours) == []
 
 
+@pytest.mark.parametrize("form", ["method", "lambda"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_exception_in_the_recompute_puts_back(error, form):
+    class Raising(Norms):
+        calls = 0
+
+        def method(self, x):
+            y = self(x)
+            self.calls += 1
+            if self.calls == 2:
+                raise error("second")
+            return y
+
+    net = Raising()
+    x = torch.randn(4, 6, requires_grad=True)
+    if form == "method":
+        y = gradckpt.checkpoint(net.method, x, early_stop=False)
+    else:
+        y = gradckpt.checkpoint(lambda t: net.method(t), x, early_stop=False, buffers=net)
+    after = {name: b.clone() for name, b in net.named_buffers()}
+    with pytest.raises(error, match="second"):
+        y.sum().backward()
+    assert different(after, dict(net.named_buffers())) == []
+
+
 class Super(Norms):
     """As Hugging Face's layers: the region is the parent's __call__."""
 

@@ -334,6 +334,26 @@ def test_rules(rules, kinds):
     assert ("MySwiGLUBackward" in gradckpt.stats()["exact_functions"]) == ("MySwiGLUBackward" not in rules)
 
 
+@pytest.mark.parametrize("change", [lambda w: w.t(), lambda w: w.view(-1).view(128, 64), lambda w: w[None].squeeze(0)])
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda w: w.requires_grad_(), lambda w: w])
+def test_views_of_weights_under_a_rule(change, kind):
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w.view(w.shape))
+        return x @ w.reshape(64, -1)
+
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w.reshape(64, -1).t(), (x.t() @ g).reshape(w.shape)
+
+    cls = function("mine", "Weighted", forward, backward)
+    w = kind(torch.randn(128, 64))
+    x = torch.randn(256, 64).requires_grad_()
+    rules = {"codec": "int8", "operators": {"WeightedBackward": "int8"}}
+    y = within(rules, lambda: (y := cls.apply(x * 1, change(w)), y.mean()))[0]
+    kinds = [type(one.data.value).__name__ for one in y.grad_fn._raw_saved_tensors]
+    assert kinds == [P, T] if w.requires_grad else kinds[0] == P
+
+
 def test_a_rule_for_one_argument_of_torchs():
     x = torch.randn(64, 256).requires_grad_()
     for rules, kinds in (({}, [P, P]), ({"MulBackward0.other": None}, [P, T]), ({"MulBackward0": None}, [T, T])):

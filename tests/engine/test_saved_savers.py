@@ -462,6 +462,32 @@ def test_functions_of_the_user_get_exact_values_and_hold_no_cycle(what, inside):
         gc.enable()
 
 
+@pytest.mark.parametrize("checkpoint", [gradckpt.checkpoint, torch.utils.checkpoint.checkpoint])
+def test_inside_a_region_the_forward_runs_once(checkpoint):
+    """What backward needs is found out without asking the region for what it saved,
+    which would recompute it."""
+    calls, width = [], 64
+
+    def region(t):
+        calls.append(torch.is_grad_enabled())
+        with compress_saved(SMALL):
+            t = F.layer_norm(t, (width,)) + t
+            t = t * F.group_norm(t.view(8, 8, width), 8).view_as(t)
+            t = F.batch_norm(t.view(32, 2, width), None, None, training=True).view_as(t)
+            h = t.view(1, 8, 8, width)
+            t = F.scaled_dot_product_attention(h, h.cos(), h.sin()).view_as(t)
+            return t.amax(-1, keepdim=True) + t
+
+    x = torch.randn(64, width, requires_grad=True)
+    exact = torch.autograd.grad(region(x).square().sum(), x)[0]
+    calls.clear()
+    y = checkpoint(region, x * 1, use_reentrant=False)
+    assert len(calls) == 1
+    got = torch.autograd.grad(y.square().sum(), x)[0]
+    assert len(calls) == 2
+    assert (got - exact).norm() < 0.05 * exact.norm()
+
+
 def test_a_function_whose_number_is_that_of_an_inner_product_is_not_taken_for_it():
     w = torch.eye(64).requires_grad_()
     seen = []

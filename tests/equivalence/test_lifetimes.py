@@ -75,6 +75,81 @@ def test_graph_dies(run, how):
 
 
 @behaviour
+def test_nested_graph_dies(run):
+    watch = Watch(run)
+
+    def outer(t):
+        inner = watch("inner", Function(lambda t: t.sin().exp()))
+        return run.checkpoint(inner, watch("inner input", t.tanh())).cos()
+
+    x = watch("x", leaf(4) * 1)
+    y = run.checkpoint(watch("outer", Function(outer)), x)
+    watch.look("after the forward")
+    y.sum().backward()
+    watch.look("after the backward")
+    del x, y
+    watch.look("without anything")
+
+
+@behaviour
+def test_double_backward_graph_dies(run):
+    watch = Watch(run)
+    function = watch("function", Function(lambda t: t.sin().exp()))
+    x = watch("x", leaf(4) * 1)
+    y = run.checkpoint(function, x)
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    torch.autograd.grad(g.sum(), x)
+    del function
+    watch.look("after both")
+    del x, y, g
+    watch.look("without anything")
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["forward", "recompute"])
+@behaviour
+def test_graph_dies_when_a_run_raises(run, at):
+    watch, calls, y = Watch(run), [], None
+
+    def fn(t):
+        calls.append(1)
+        y = watch(f"inside {len(calls)}", t.sin())
+        if len(calls) == at:
+            raise LookupError
+        return y.exp()
+
+    x = watch("x", leaf(4) * 1)
+    with contextlib.suppress(LookupError):
+        y = run.checkpoint(watch("function", Function(fn)), x)
+        y.sum().backward()
+    watch.look("after the error")
+    del x, y
+    watch.look("without anything")
+
+
+@behaviour
+def test_contexts_die_with_the_graph(run):
+    watch = Watch(run)
+
+    class Context:
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            pass
+
+    def context_fn():
+        return watch("forward", Context()), watch("recompute", Context())
+
+    x = leaf(4)
+    y = run.checkpoint(lambda t: t.sin().exp(), x, context_fn=watch("context_fn", Function(context_fn)))
+    watch.look("after the forward")
+    y.sum().backward()
+    watch.look("after the backward")
+    del y
+    watch.look("without the result")
+
+
+@behaviour
 def test_intermediates_are_not_kept(run):
     watch = Watch(run)
 

@@ -1,22 +1,31 @@
 """benchmarks/gpu.py: a rehearsal of all stages on the virtual device, what fails is counted and
-named, speeds are judged, and the longest sequence is found. test_gpu_scripts.py has parity,
-sanitizers and the Makefile."""
+named, what each stage checks, speeds are judged, and the longest sequence is found.
+test_gpu_scripts.py has parity, sanitizers and the Makefile."""
 
 import json
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import gpu
 import gpu_device
+import gpu_fidelity
+import gpu_host
 import gpu_kernels
 import gpu_llama
+import gpu_neighbours
+import gpu_parity
+import gpu_smoke
 import gpu_story
+import gpu_streams
 import gpu_ways
 import pytest
 import torch
 from checkout import ROOT
 from gpu_job import Job, Stage
+
+import gradckpt
 
 # ---- A stage's job on the CPU, for tests of benchmarks/gpu.py.
 
@@ -117,26 +126,60 @@ def run(job):
     with job.part("absent"):
         raise Skip("not here")
 """
+CRASHES = """
+import os
+def run(job):
+    job.table("kept", ["a"])(1)
+    job.check(True, "")
+    job.write()
+    os.abort()
+"""
+HANGS = """
+import subprocess, time
+def run(job):
+    child = subprocess.Popen(["sleep", "600"])
+    (job.folder / "child").write_text(str(child.pid))
+    time.sleep(600)
+"""
+TEXTS = {"breaks": BREAKS, "crashes": CRASHES, "hangs": HANGS, "passes": PASSES, "empty": "def run(job): pass"}
 
 
-def test_failures_are_counted_and_named(tmp_path, capsys):
-    """The others run."""
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_failures_are_counted_and_named(tmp_path, capsys, monkeypatch):
+    """The others run; what hangs is ended at its limit, with what it has started; a stage that
+    checks nothing has failed."""
+    monkeypatch.setattr(gpu, "PATIENCE", 1.0)
     stages = []
-    for name, text in {"breaks": BREAKS, "passes": PASSES}.items():
+    for name, text in TEXTS.items():
         file = tmp_path / f"stage_{name}.py"
         file.write_text(text)
-        stages.append(Stage(name, f"a stage that {name}", 1, 300.0, file))
+        stages.append(Stage(name, f"a stage that {name}", 1, 20.0 if name == "hangs" else 300.0, file))
     out = tmp_path / "out"
     assert gpu.main(["--device", "cpu", "--small", "--out", str(out), "--seconds", "900"], stages) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-3].startswith("gpu: 1 of 2 stages passed in ")
-    assert lines[-2] == "gpu: 1 failed: breaks"
+    assert lines[-3].startswith("gpu: 1 of 5 stages passed in ")
+    assert lines[-2] == "gpu: 4 failed: breaks crashes hangs empty"
     whole = json.loads((out / "results.json").read_text())
-    assert whole["failed"] == ["breaks"]
-    breaks, passes = whole["stages"]
+    assert whole["failed"] == ["breaks", "crashes", "hangs", "empty"]
+    breaks, crashes, hangs, passes, empty = whole["stages"]
     assert breaks["failures"] == ["first: ValueError: a", "a | figure"]
     assert breaks["passed"] == 1
+    assert crashes["failures"][0].startswith("its process ended with status -6")
+    assert crashes["tables"][0]["rows"] == [[1]], "what it had is kept"
+    assert hangs["status"] == "ended"
+    assert hangs["failures"][0].startswith("ended at its limit of 20 s")
+    if (out / "child").exists():  # where the start did not take all of its time
+        time.sleep(0.5)
+        assert not is_alive((out / "child").read_text())
     assert (passes["status"], passes["skipped"]) == ("passed", ["absent: not here"])
+    assert empty["status"] == "failed"
     text = (out / "results.md").read_text()
     assert "- FAILED: a | figure" in text
     assert "| breaks | a stage that breaks | failed | 1 | 2 | 0 |" in text
@@ -158,6 +201,118 @@ def test_options(arguments, words, capsys):
 
 
 # ---- what stages check
+
+
+@pytest.fixture
+def job(tmp_path):
+    return job_of(tmp_path)
+
+
+def ignore(*cells):
+    pass
+
+
+def as_another_codec(patch, codec, other):
+    checkpoint = gradckpt.checkpoint
+    change = lambda compress: other if compress == codec else compress  # noqa: E731
+    patch.setattr(gradckpt, "checkpoint", lambda *a, compress=None, **k: checkpoint(*a, compress=change(compress), **k))
+
+
+def encode_another(patch, change):
+    encode = gradckpt.codecs.encode
+    patch.setattr(gradckpt.codecs, "encode", lambda x, codec, **k: encode(*change(x, codec), **k))
+
+
+def smoke_lossy_as_exact(patch, job):
+    as_another_codec(patch, "lossless", "int4")
+    gpu_smoke.regions(job, ignore)
+
+
+def smoke_nothing_compressed(patch, job):
+    as_another_codec(patch, "int8", None)
+    gpu_smoke.regions(job, ignore)
+
+
+def smoke_other_values(patch, job):
+    encode_another(patch, lambda x, codec: (x.flip(0), codec))
+    gpu_smoke.encode_each(job, ignore)
+
+
+def streams_out_of_order(patch, job):
+    def write_before_backward(chain, call):
+        loss = chain.forward(call)
+        with torch.no_grad():
+            chain.x.mul_(1.5)
+        chain.forward(call).backward()
+        del loss
+
+    patch.setattr(gpu_streams, "ORDERS", {"out of order": write_before_backward})
+    gpu_streams.regions_in_order(job, ignore)
+
+
+def kernels_encode_zeros(patch, job):
+    encode_another(patch, lambda x, codec: (torch.zeros_like(x), codec))
+    gpu_kernels.run(job)
+
+
+def host_twice(patch, job):
+    patch.setitem(gpu_host.WAYS, "gradckpt", lambda f, x: gradckpt.checkpoint(f, x) * 2)
+    gpu_host.run(job)
+
+
+def neighbours_differ(patch, job):
+    gpu_neighbours.compare(job, "library", ignore, lambda codec: [torch.ones(3) * (1 if codec == "none" else 1.1)])
+
+
+def parity_other_bytes(patch, job):
+    encode = gpu_parity.Side.encode
+    patch.setattr(gpu_parity.Side, "encode", lambda side, x, codec, dither: encode(side, x, codec, (1, 2, 3)))
+    patch.setattr(gpu_parity, "CODECS", ["int8"])
+    gpu_parity.run(job)
+
+
+def story_nothing_compressed(patch, job):
+    ways = (gpu_ways.WAYS[0], gpu_ways.Way("gradckpt int8", gpu_ways.plainly, "int8", lossy=True))
+    patch.setattr(gpu_story, "WAYS", ways)
+    gpu_story.Story(job, gpu_llama.Sizes(2, 128), 64).run(ways, 0)
+
+
+def story_over_budget(patch, job):
+    story = gpu_story.Story(job, gpu_llama.Sizes(2, 128), 64)
+    story.peaks[gpu_ways.PERMITTED] = 10
+    story.check_plan(gpu_ways.Way(gpu_ways.PLAN, gpu_ways.plainly), {"peak": 11})
+
+
+def fidelity_of_nothing(patch, job):
+    encode_another(patch, lambda x, codec: (x, "raw"))
+    gpu_fidelity.run(job)
+
+
+BROKEN = [
+    (smoke_lossy_as_exact, "lossless: the gradients differ by"),
+    (smoke_nothing_compressed, "int8: 0 tensors compressed, expected 4"),
+    (smoke_other_values, "the values that come back differ by"),
+    (streams_out_of_order, "out of order, None: gradients differ by"),
+    (kernels_encode_zeros, "raw, bfloat16, contiguous: what is decoded is not what was encoded"),
+    (host_twice, "gradckpt: the gradients differ by"),
+    (neighbours_differ, "library, lossless: gradients differ by 0.1"),
+    (parity_other_bytes, "int8 bfloat16:"),
+    (story_nothing_compressed, "payloads have 0 bytes; arithmetic gives 16,640"),
+    (story_over_budget, "a planned step has 11 bytes, its budget is 10"),
+    (fidelity_of_nothing, "layer 0, int8: inf dB, expected 35 or more"),
+]
+
+
+@pytest.mark.parametrize(("broken", "words"), BROKEN, ids=[how.__name__ for how, _ in BROKEN])
+def test_a_broken_stage_fails(broken, words, job, monkeypatch):
+    threads = torch.get_num_threads()
+    try:
+        broken(monkeypatch, job)
+    finally:
+        torch.set_num_threads(threads)
+        gradckpt.stats.reset()
+    assert any(words in sentence for sentence in job.failures), job.failures
+    assert json.loads(job.result_file.read_text())["status"] == "failed"
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,43 @@ def test_parity_finds_a_difference(monkeypatch, capsys, codec, host, words):
     assert re.search(words, out), out
 
 
+def test_parity_looks_at_what_is_refused(monkeypatch, capsys):
+    """It comes back from the original, and there must be a reason to refuse."""
+    arguments = ["--device", "cpu", "--codecs", "lossless", "--sanitize"]
+    decode = gpu_parity.Side.decode
+
+    def wrong_if_refused(device, payload):
+        try:
+            assert payload.codes is not None
+        except RuntimeError:
+            return decode(device, payload).neg()
+        return decode(device, payload)
+
+    monkeypatch.setattr(gpu_parity.Side, "decode", wrong_if_refused)
+    assert gpu_parity.main(arguments) == 1
+    assert "a refused tensor is not restored from the original" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_parity, "unholdable", lambda codec, host, x: torch.zeros(x.numel(), dtype=torch.bool))
+    assert gpu_parity.main(arguments) == 1
+    assert "refused, but there is no value that the codec cannot hold" in capsys.readouterr().out
+
+
+def test_every_16_bit_pattern_is_compared():
+    for dtype in ("float16", "bfloat16"):
+        case = next(c for c in gpu_inputs.many(dtype) if c.name == "every pattern")
+        assert len(case.base.view(torch.int16).unique()) == 65536
+
+
+def test_cases_reach_what_kernels_tell_apart():
+    cases = list(gpu_inputs.few("bfloat16"))
+    views = [c.view(c.base) for c in cases]
+    assert any(v.numel() == 0 for v in views)
+    assert any(v.dim() == 8 and not v.is_contiguous() for v in views)
+    assert any(v.storage_offset() * 2 % 16 for v in views)
+    assert any(v.numel() % 128 for v in views)
+    assert {c.dither for c in cases} == {None, *gpu_inputs.DITHERS}
+
+
 def test_parity_compares_each_float32_value_once(monkeypatch):
     """The pieces lie side by side; each is whole when the fraction is 1."""
     assert gpu_parity.PIECE * gpu_parity.PIECES == 2**32

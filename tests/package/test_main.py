@@ -362,6 +362,16 @@ def test_an_old_driver_is_named_with_both_versions(card, capsys):
     assert "CUDA codecs   off: the driver supports CUDA 12.4, but gradckpt was built with the CUDA 13.0 runtime" in out
 
 
+def test_a_card_that_answers_with_an_error(card, capsys, monkeypatch):
+    def refuse(index):
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    card((9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+    _, out = main(capsys, "--no-self-test")
+    assert "GPU 0         unusable (CUDA error: out of memory): NO kernels" in out
+
+
 def test_a_card_without_kernels_in_the_build_fails(card, capsys):
     card((9, 0), cuda_archs="", build="built without CUDA: nvcc not found", cuda_runtime=0, cuda_usable=False)
     status, out = main(capsys)

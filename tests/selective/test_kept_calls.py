@@ -238,6 +238,11 @@ def test_errors():
         in_sequence(kept_call(torch.tanh), lambda y: y.mul_(2).sin()),
         "modified by an inplace operation|changed in place later",
     )
+    # No node saves this one.
+    raises(
+        in_sequence(kept_call(lambda x: x @ W), lambda y: y.mul_(2).sin()),
+        "an output of the call 'call' .* changed in place",
+    )
     raises(
         in_sequence(kept_call(lambda x: x @ W), lambda y: y.mul_(2).sin()),
         "an output of the call 'call' .* changed in place",
