@@ -171,8 +171,9 @@ def of_int8(found: list[Comparison]) -> str:
     most = max(ones, key=lambda one: abs(one.mean) / one.spread)
     sure = [one.task for one in ones if abs(one.mean) + one.half <= SHARE * one.spread]
     unsure = [one.task for one in ones if one.task not in sure]
-    words = f"`int8` ends at most {abs(most.mean) / most.spread:.2g} of the seeds' deviation from exact training"
-    words += f" ({most.task}). With its interval it is within {SHARE:g} in {', '.join(sure) or 'no task'}"
+    words = f"The mean loss of `int8` differs by at most {abs(most.mean) / most.spread:.2g} of the seeds' standard "
+    words += f"deviation from that of exact training ({most.task}). The whole interval is within {SHARE:g} in "
+    words += ", ".join(sure) or "no task"
     return words + (f", but not in {', '.join(unsure)}." if unsure else ".")
 
 
