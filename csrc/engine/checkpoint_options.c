@@ -198,8 +198,11 @@ int gck_options_kept(gck_state *state, PyObject *kept, gck_plan *plan)
     PyObject *compress = kept, *offload = NULL;
     GCK_SCOPED PyObject *place = NULL;           /* the tuple has it, too */
 
-    return (PyTuple_Check(kept) && !PyArg_ParseTuple(kept, "OO:kept", &compress, &offload))
-        || gck_options_plan(state, compress, plan) < 0 ? -1 : gck_options_place(state, offload, plan, &place);
+    if ((PyTuple_Check(kept) && !PyArg_ParseTuple(kept, "OO:kept", &compress, &offload))
+        || gck_options_plan(state, compress, plan) < 0) {
+        return -1;
+    }
+    return gck_options_place(state, offload, plan, &place);
 }
 
 gck_skip_reason gck_eligible(const gck_plan *plan, int requires_grad, int leaf, int parameter)

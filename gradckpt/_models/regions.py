@@ -31,7 +31,7 @@ from gradckpt._models.kinds import Tree, has_forward
 from gradckpt._models.offload import region_at
 from gradckpt._models.overlap import check_around, is_wrapper
 from gradckpt._models.ranks import RankCheck, spell
-from gradckpt._models.replaced_forward import ReplacedForward, replacements_of
+from gradckpt._models.replaced_forward import ReplacedForward, replacements_of, unbound
 from gradckpt._models.rules import (
     Rules,
     Settings,
@@ -138,8 +138,8 @@ class Region(ReplacedForward):
     # ---- calls ----
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        module, args = self.module, self.unbound(args)
-        forward = self.forward_of(module)
+        module = self.module
+        args, forward = unbound(module, args), self.forward_of(module)
         if not (self.active and torch.is_grad_enabled() and (module.training or _is_passed(args, kwargs))):
             return forward(*args, **kwargs)
         if self.saves is None and vars(module).get("gradient_checkpointing"):

@@ -46,8 +46,9 @@ class ReplacedForward:
 
         If other code has replaced ours since, it may still call us; we then only call the forward.
         """
-        module, active, self.active = self._module(), self.active, False
-        if not active or module is None:
+        was_active, self.active = self.active, False
+        module = self._module()
+        if not was_active or module is None:
             return
         attributes = vars(module)
         if attributes.get("forward") is self:
@@ -66,10 +67,6 @@ class ReplacedForward:
         if module is None:
             raise ReferenceError(f"gradckpt: the {self.kind} of this checkpointed forward is gone")
         return module
-
-    def unbound(self, args: Any) -> Any:
-        """Return the arguments without the module, to which accelerate binds the forward again."""
-        return args[1:] if args and args[0] is self.module else args
 
     def forward_of(self, module: Module) -> Callable[..., Any]:
         """Return what this replaces, to be called."""
@@ -142,6 +139,11 @@ class ReplacedForward:
         if isinstance(self.own, ReplacedForward):
             twin.own = self.own._of(replica)
         return twin
+
+
+def unbound(module: Module, args: Any) -> Any:
+    """Return the arguments without the module, to which accelerate binds the forward again."""
+    return args[1:] if args and args[0] is module else args
 
 
 def replacements_of(module: Module) -> list[ReplacedForward]:

@@ -34,7 +34,7 @@ from gradckpt._engine.trial_calls import MadeTensors, holds_still, leaves_behind
 from gradckpt._models import inactivity_warning
 from gradckpt._models.caches import with_caches
 from gradckpt._models.kinds import Tree, has_forward
-from gradckpt._models.replaced_forward import ReplacedForward, replacements_of
+from gradckpt._models.replaced_forward import ReplacedForward, replacements_of, unbound
 from gradckpt._models.rules import Settings
 
 #: Keywords of the enclosing region that hold for its parts.
@@ -49,8 +49,8 @@ class Inner(ReplacedForward):
         self.traced = False  # by torch.compile
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        module, args = self.module, self.unbound(args)
-        forward = self.forward_of(module)
+        module = self.module
+        args, forward = unbound(module, args), self.forward_of(module)
         if not (self.active and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():

@@ -2,8 +2,8 @@
  * the format; where that of format/sparse.h is smaller, the host takes it. */
 #include "codec/cuda/cuda_device.h"
 #include "codec/host/cpu_features.h"
-#include "codec/host/sparse_payload.h"
 #include "codec/host/pieces.h"
+#include "codec/host/sparse_payload.h"
 
 GCK_DECLARE_CUDA(lossless)
 

@@ -3,8 +3,8 @@
 #include "codec/cuda/cuda_device.h"
 #include "codec/format/sparse_int8.h"
 #include "codec/host/cpu_features.h"
-#include "codec/host/sparse_payload.h"
 #include "codec/host/pieces.h"
+#include "codec/host/sparse_payload.h"
 #include "codec/portable/nonzeros_portable.h"
 
 GCK_DECLARE_CUDA(sparse_int8)

@@ -1,4 +1,5 @@
-/* sparse_payload.h: which values of a tensor in host memory are not zero, block by block. */
+/* sparse_payload.h: which values of a tensor in host memory are not zero, block by block, and the
+ * payload of sparse. */
 #ifndef GRADCKPT_SPARSE_PAYLOAD_H
 #define GRADCKPT_SPARSE_PAYLOAD_H
 
