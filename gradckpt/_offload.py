@@ -44,9 +44,9 @@ class Offload:
             first; ``"auto"``: a third of it.
         min_bytes: Smaller payloads stay where they are; 0: all move.
         directory: Of ``"disk"``: where the file is (``/var/tmp``); not in a tmpfs, which is memory.
-        fallback: What happens where the host has no room, or a device refuses: ``"device"``: the
-            payload stays where it is, which is said once and counted in ``stats()["offload"]``;
-            ``"error"``.
+        fallback: What happens where the host or the ring has no room, or a device refuses:
+            ``"device"``: the payload stays where it is, which is said once and counted in
+            ``stats()["offload"]``; ``"error"``.
 
     Raises:
         ValueError, TypeError: The place is unknown, a size is none, or an option is not of this

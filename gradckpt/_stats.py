@@ -270,7 +270,7 @@ class _Counting:
     other counters do not see; ``compiled_graphs``: those graphs that keep tensors compressed;
     ``compiled_tensors``, ``compiled_bytes_in``, ``compiled_bytes_out``: for one call of each;
     ``compiled_uncompressed``: what ``compress_saved()`` leaves as it is there, by reason.
-    ``offload``: a dict, of all places that are open; :doc:`/offload` lists its keys.
+    ``offload``: a dict, of all places, open or ended; :doc:`/offload` lists its keys.
     """
 
     epoch = 0

@@ -25,8 +25,8 @@
  * amax / 250, plus the rounding of the scale; amax / 118 in the rare form B, which trades a bit for
  * exact sentinels.  Rotated: the worst case over all inputs, when every error of a group adds up at
  * one value.  Their root mean square is what matters, and it is at most |x| / 254 of the group's
- * Euclidean norm for int8 (see docs/codecs.md).  The widest half cell is half a step for int8 (a
- * whole one for the coarser codes of an outlier group), 4.5 for int6 and 13 for int4, of 127. */
+ * Euclidean norm for int8 (see docs/codecs.md).  The error of a code is at most half a step for
+ * int8 (a whole one for the coarser codes of an outlier group), 4.5 steps for int6 and 13 for int4, of 127. */
 #ifndef GRADCKPT_CODECS_H
 #define GRADCKPT_CODECS_H
 

@@ -49,7 +49,7 @@ const gck_codec gck_codec_bf16 = {
 
 const gck_codec gck_codec_fp16 = {
     .name = "fp16",
-    .summary = "float32 rounded to float16; refuses values beyond 65504",
+    .summary = "float32 rounded to float16; refuses magnitudes of 65520 and more",
     .dtypes = GCK_BIT(GCK_F32),
     .max_error = 0x1p-11,
     .size = {[GCK_F32] = {2, 0, 0}},
