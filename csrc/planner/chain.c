@@ -142,7 +142,7 @@ int gck_chain_options(const gck_chain *chain, int64_t region, const gck_price *p
         const int64_t error = chain->error != NULL ? chain->error[at] : 0;
         if (chain->need[at] != GCK_UNAVAILABLE && (price == NULL || error - least <= most_error)) {
             const int64_t time = price != NULL ? gck_cost(*price, chain->time[at], error) : chain->time[at];
-            const gck_option option = {chain->kept[at], chain->need[at], time, error, (uint32_t)(at - first)};
+            const gck_option option = {chain->kept[at], chain->need[at], time, error, {(uint16_t)(at - first), 0}};
             n = add_option(options, n, &option, price != NULL);
         }
     }

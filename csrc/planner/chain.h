@@ -60,10 +60,16 @@ int64_t gck_priced(gck_price price, int64_t error, int up);
 /* The cost of so much time and error. */
 int64_t gck_cost(gck_price price, int64_t time, int64_t error);
 
-/* One option of one region.  Where errors are priced, `time` is its cost. */
+/* Which option of a region; in a label, too, the pass of the next region's label (planner.c).  One
+ * word, so that a label takes it from its option at once. */
 typedef struct {
-    int64_t  kept, need, time, error;
-    uint32_t index;
+    uint16_t option, pass;
+} gck_choice;
+
+/* One option of one region.  Where errors are priced, `time` is its cost.  The pass is 0. */
+typedef struct {
+    int64_t    kept, need, time, error;
+    gck_choice choice;
 } gck_option;
 
 /* Write the available options of a region to `options`, in their order; return how many.  Of options
@@ -78,10 +84,9 @@ int gck_chain_options(const gck_chain *chain, int64_t region, const gck_price *p
 /* Options chosen for this region and those after it: the slack that they need, and the sums of their
  * errors and times (or costs). */
 typedef struct {
-    int64_t  bytes, error, time;
-    uint32_t from;                           /* the label of the next region that it extends */
-    uint16_t option;                         /* of this region */
-    uint16_t pass;                           /* of the next region's label (planner.c)       */
+    int64_t    bytes, error, time;
+    uint32_t   from;                         /* the label of the next region that it extends */
+    gck_choice choice;
 } gck_label;
 
 /* By ascending bytes. */
@@ -105,7 +110,7 @@ int gck_labels_reserve(gck_labels *labels, int64_t capacity);
 static inline gck_label gck_label_extend(const gck_label *next, int64_t from, const gck_option *option)
 {
     return (gck_label){gck_larger(next->bytes + option->kept, option->need), next->error + option->error,
-                       next->time + option->time, (uint32_t)from, (uint16_t)option->index, 0};
+                       next->time + option->time, (uint32_t)from, option->choice};
 }
 
 /* The best extension of a label by one of n options: of fewest bytes, of these the fastest; or

@@ -56,7 +56,7 @@ static int keep_steps(gck_front *front, int64_t region, const gck_labels *labels
         return GCK_E_MEMORY;
     }
     for (int64_t i = 0; i < labels->n; i++) {
-        steps[i] = (gck_step){labels->at[i].from, labels->at[i].option};
+        steps[i] = (gck_step){labels->at[i].from, labels->at[i].choice.option};
     }
     front->passes[front->n_passes - 1][region] = steps;
     return GCK_OK;
@@ -65,8 +65,8 @@ static int keep_steps(gck_front *front, int64_t region, const gck_labels *labels
 /* The plan of a label of region 0. */
 static void set_plan(const gck_front *front, const gck_label *label, gck_solution *plan)
 {
-    gck_step **steps = front->passes[label->pass];
-    gck_step step = {label->from, label->option};
+    gck_step **steps = front->passes[label->choice.pass];
+    gck_step step = {label->from, label->choice.option};
 
     plan->found = 1;
     plan->bytes = label->bytes;
@@ -171,7 +171,7 @@ static int thin_labels(thinner *t, int64_t region, const gck_price *price, int64
     t->times = t->spare_times;
     t->spare_times = times;
     for (int64_t i = 0; i < t->labels.n && chain->error != NULL; i++) {
-        t->times[i] = times[t->labels.at[i].from] + time[t->labels.at[i].option];
+        t->times[i] = times[t->labels.at[i].from] + time[t->labels.at[i].choice.option];
     }
     return keep_steps(t->front, region, &t->labels);
 }
@@ -189,7 +189,7 @@ static int run_pass(thinner *t, gck_price before, gck_price after, int64_t chang
     for (int64_t i = 0; i < t->labels.n && status == GCK_OK; i++) {
         gck_label *label = &t->labels.at[i];
         label->time = t->front->chain->error != NULL ? t->times[i] : label->time;
-        label->pass = (uint16_t)(t->front->n_passes - 1);
+        label->choice.pass = (uint16_t)(t->front->n_passes - 1);
     }
     return status;
 }

@@ -15,12 +15,13 @@ import weakref
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from behaviours import BUILT_FOR_A_DEVICE
 from checkout import HELPERS, ROOT
 from processes import alone
 from test_processes import grad_of, leaf
 from test_threads import _nothing_left_behind  # noqa: F401
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
 import gradckpt
 
@@ -45,6 +46,46 @@ class Dropping(TorchFunctionMode):
             self.held.clear()
             gc.collect()
         return func(*args, **(kwargs or {}))
+
+
+FACTS = ["requires_grad", "is_leaf", "_version", "layout", "is_neg"]
+KEPT = ["is_leaf", "_version"]
+#: The options of a region, what the forward asks, and what the recompute.
+ASKED = {
+    "by reference": ({}, KEPT, KEPT),
+    "encoded": ({"compress": SMALL}, [*FACTS, "_version"], ["empty", "requires_grad_"]),
+    "too small": ({"compress": "int8"}, [*FACTS, "nbytes", "_version"], KEPT),
+}
+
+
+class Questions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(resolve_name(func).removesuffix(".__get__").split(".")[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(BUILT_FOR_A_DEVICE, reason="torch is built for a device, which each region looks for")
+@pytest.mark.parametrize("name", ASKED)
+def test_what_a_region_asks(name):
+    """A plain tensor is asked only for what is needed."""
+    options, forward, recompute = ASKED[name]
+
+    def region(x):
+        return gradckpt.checkpoint(lambda x: (x @ WEIGHT).sin(), x, **options)
+
+    region(hidden()).sum().backward()  # the first region of a process asks more
+    x = hidden()
+    with Questions() as asked:
+        node = region(x).grad_fn
+    assert asked.names == [*forward, "matmul", "sin", "grad_fn"]
+    with Questions() as asked:
+        assert node._saved_self is not None  # runs the region again
+    # At the end, of what was saved: was it written to?
+    assert asked.names == [*recompute, "matmul", "sin", *["_version"] * 3]
 
 
 @pytest.mark.parametrize("name", ["requires_grad", "is_leaf", "_version", "layout", "is_neg", "empty"])
