@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.remove(given.stats)
     run = _Run(config, given.policy, given.offload, given.stats, given.quiet)
     if not given.quiet and _rank()[0] == 0:
-        _hint_at_options_after_script(options, given.arguments)
+        _hint_at_late_options(options, given.arguments)
     run.begin()
     os.register_at_fork(after_in_parent=run.count_child)
     atexit.register(run.end)  # registered first, so it runs last: after the script's own handlers and its threads
@@ -219,13 +219,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise
 
 
-def _hint_at_options_after_script(options: list[str], arguments: list[str]) -> None:
+def _hint_at_late_options(options: list[str], arguments: list[str]) -> None:
     """Name what looks like an option of ours, was given to the script, and was not given to us."""
     given = {each.partition("=")[0] for each in options}
-    after_script = [each for each in arguments if each.partition("=")[0] in {*_CHANGING} - given]
-    if after_script:
+    given_late = [each for each in arguments if each.partition("=")[0] in {*_CHANGING} - given]
+    if given_late:
         print(
-            f"gradckpt run: after the script, so given to it: {', '.join(after_script)}; options of gradckpt come before it",
+            f"gradckpt run: after the script, so given to it: {', '.join(given_late)}; options of gradckpt come before it",
             file=sys.stderr,
             flush=True,
         )
