@@ -222,10 +222,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _hint_at_late_options(options: list[str], arguments: list[str]) -> None:
     """Name what looks like an option of ours, was given to the script, and was not given to us."""
     given = {each.partition("=")[0] for each in options}
-    given_late = [each for each in arguments if each.partition("=")[0] in {*_CHANGING} - given]
-    if given_late:
+    late = [each for each in arguments if each.partition("=")[0] in {*_CHANGING} - given]
+    if late:
         print(
-            f"gradckpt run: after the script, so given to it: {', '.join(given_late)}; options of gradckpt come before it",
+            f"gradckpt run: after the script, so given to it: {', '.join(late)}; options of gradckpt come before it",
             file=sys.stderr,
             flush=True,
         )
