@@ -317,8 +317,8 @@ static PyObject *copy_one(gck_op_storage *store, PyObject *x, const gck_plan *Py
     return counted(store, kept_new(store, val, -1), nbytes);
 }
 
-/* f(item) for each item of a tuple or list, into a tuple or list.  Outputs after the first
- * (log-sum-exp, mean, state of a generator) have no plan and stay exact. */
+/* f(item) for each item of a tuple or list, into a tuple or list.  Items of a tuple after the first
+ * (log-sum-exp, mean, state of a generator) have no plan and stay exact; those of a list are alike. */
 typedef PyObject *item_function(gck_op_storage *store, PyObject *item, const gck_plan *plan);
 static PyObject *map(gck_op_storage *store, PyObject *x, const gck_plan *plan, item_function *f)
 {
