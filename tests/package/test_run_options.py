@@ -91,20 +91,20 @@ def test_options_reach_the_patch(tmp_path):
 AFTER_SCRIPT = "gradckpt run: after the script, so given to it: {}; options of gradckpt come before it\n"
 
 
-def test_options_behind_the_script_are_the_scripts(tmp_path):
+def test_options_after_the_script_are_the_scripts(tmp_path):
     """And who meant gradckpt is told, whether the script refuses them or swallows them."""
     strict = script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()", "strict.py")
     done = call(*LAUNCH, strict, "--compress", "int4", "--fake-quantize", cwd=tmp_path, status=2)
     assert "unrecognized arguments: --compress int4 --fake-quantize" in done.stderr
     assert done.stderr.startswith(AFTER_SCRIPT.format("--compress, --fake-quantize")), "before hours of training"
-    assert done.stderr.count("behind") == 1
+    assert done.stderr.count("after the script") == 1
     loose = script(tmp_path, textwrap.dedent(REGION) + "step()\nprint(sys.argv[1:])", "loose.py")
     done = call(*LAUNCH, loose, "--compress=int4", cwd=tmp_path)
     assert done.stdout == "['--compress=int4']\n"
     assert AFTER_SCRIPT.format("--compress=int4") in done.stderr
     assert "compressed 1 of 1 tensors in int8" in done.stderr
     done = call(*LAUNCH, loose, "--quiet", "--stats", "x", cwd=tmp_path)
-    assert "behind" not in done.stderr, "words of many scripts"
+    assert "after the script" not in done.stderr, "words of many scripts"
 
 
 @pytest.mark.parametrize("name", ["accelerate", "torchrun", "deepspeed"])
