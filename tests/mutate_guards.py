@@ -57,6 +57,9 @@ SWITCH = """/* Made by tests/mutate_guards.py: every guard behind a switch. */
 #ifdef __CUDACC__
 #define GCK_GUARD(id, condition) (condition)
 #else
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* as the files that this precedes would, too late */
+#endif
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
