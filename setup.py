@@ -60,7 +60,7 @@ C_FLAGS = [
 ]  # fmt: skip
 # These hold no references. ops.c fails by exceptions of torch's; codecs are what gcc 12 compiles
 # better with them: without, lossless takes 1.04 times as long to decode float32, int6 1.02 times.
-THROWING = ("csrc/torch/ops.c", "csrc/codec/")
+WITH_EXCEPTIONS = ("csrc/torch/ops.c", "csrc/codec/")
 # By the end of the file's name; x86 only, elsewhere those files are empty.
 ISA_FLAGS = {
     "_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
@@ -292,7 +292,7 @@ class BuildExt(build_ext):
         return note
 
     def compile_c(self, source: str, ext: Extension, macros: list[tuple[str, str]]) -> str:
-        flags = [*ext.extra_compile_args, *(["-fexceptions"] if source.startswith(THROWING) else [])]
+        flags = [*ext.extra_compile_args, *(["-fexceptions"] if source.startswith(WITH_EXCEPTIONS) else [])]
         if os.uname().machine == "x86_64":
             flags += next((f for suffix, f in ISA_FLAGS.items() if source.endswith(suffix)), [])
         return self.compiler.compile([source], self.build_temp, macros, ext.include_dirs, extra_postargs=flags)[0]

@@ -123,7 +123,7 @@ static void keep_values(void *values, gck_dtype dtype, int64_t count, const uint
     uint32_t *words = values;
     uint16_t *halves = values;
 
-    if (gck_count_words(values, count, dtype, 1) == count) {   /* faster: few blocks have any */
+    if (gck_count_words(values, count, dtype, 1) == count) {   /* faster: few blocks have such values */
         return;
     }
     for (int64_t i = 0; i < count && dtype == GCK_F32; i++) {
